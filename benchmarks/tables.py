@@ -238,7 +238,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     **{name: (name, real_models) for name in ("real_models_llama", "real_models_vit", "real_models_t5")},
     "saves": ("saves", saves),
     "saves_memory": ("saves_memory", saves),
-    **{name: (name, before_and_after) for name in ("before_after", "before_after_one")},
+    **{name: (name, before_and_after) for name in ("before_after", "before_after_one", "before_after_late")},
 }
 """Table -> the result files it is made from (none: predicted; with a question mark: if they are there), its maker.
 

@@ -154,12 +154,12 @@ def _tables(figures: table.Figures) -> list[str]:
 def _section(one: table.Section) -> str:
     """A table without columns of which nothing is known."""
     known = [at for at in range(len(one.heads)) if not at or any(row[at] not in ("", UNKNOWN) for row in one.rows)]
-    before, behind = ("".join(f"<p>{escape(text)}</p>" for text in texts) for texts in (one.before, one.behind))
+    before, after = ("".join(f"<p>{escape(text)}</p>" for text in texts) for texts in (one.before, one.after))
     heads = "".join(f"<th>{escape(one.heads[at])}</th>" for at in known)
     lines = "".join(_line([row[at] for at in known]) for row in one.rows)
     more = f"<p>{escape(one.more)}</p>" if one.more else ""
     head = f"<h2>{escape(one.head)} <small>{escape(one.about)}</small></h2>"
-    return f"<section>{head}{before}<table><tr>{heads}</tr>{lines}</table>{more}{behind}</section>"
+    return f"<section>{head}{before}<table><tr>{heads}</tr>{lines}</table>{more}{after}</section>"
 
 
 def _line(cells: Sequence[str]) -> str:

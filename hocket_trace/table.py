@@ -66,14 +66,14 @@ Row = list[str]
 
 @dataclass(frozen=True)
 class Section:
-    """A table of a report, with its head and what its numbers are, and sentences before and behind it."""
+    """A table of a report, with its head and what its numbers are, and sentences before and after it."""
 
     head: str
     about: str
     heads: Sequence[str]
     rows: Sequence[Row]
     before: Sequence[str] = ()
-    behind: Sequence[str] = ()
+    after: Sequence[str] = ()
     more: str = ""
     """What is left out where there is not room for all."""
 
@@ -82,7 +82,7 @@ def sections(figures: Figures, most: int | None = None) -> list[Section]:
     """The tables of a report, with at most so many layers, classes and ops."""
     balance, tax = imbalance_text(figures), figures["tax"]
     found = [
-        Section("Ranks", "milliseconds a step", *rank_rows(figures), behind=[balance] if balance else []),
+        Section("Ranks", "milliseconds a step", *rank_rows(figures), after=[balance] if balance else []),
         Section("Communication", "per step of one rank; milliseconds", *kind_rows(figures)),
     ]
     if any(row["exposed_seconds"] for row in figures["layers"]):
@@ -267,7 +267,7 @@ def tax_text(tax: Figures) -> str:
 def _section(one: Section, width: int) -> list[str]:
     body = [*_indented(one.before, width), *grid(one.heads, one.rows, width)]
     more = [f"  {one.more}"] if one.more else []
-    return [_head(one.head, one.about), *body, *more, *_indented(one.behind, width)]
+    return [_head(one.head, one.about), *body, *more, *_indented(one.after, width)]
 
 
 def _head(head: str, about: str) -> str:

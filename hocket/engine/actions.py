@@ -54,7 +54,7 @@ class Activation:
 
 
 class Actions:
-    """The work behind the ops of one rank, on the microbatches that the executor was given last."""
+    """What the ops of one rank do, on the microbatches that the executor was given last."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Actions:
         assert not left, f"left after the step: {left[:5]}"
 
     def discard(self) -> None:
-        """Forget everything that an interrupted step left behind."""
+        """Forget everything that an interrupted step left."""
         self._segments.clear()
         self._state.clear()
         self._written.clear()

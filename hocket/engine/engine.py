@@ -262,7 +262,7 @@ class Engine:
 
     def init_weights(self) -> None:
         """Give every weight its first value; the same on any mesh."""
-        self.catch_up()  # no update of an earlier step may come behind
+        self.catch_up()  # no update of an earlier step may come later
         self.init_buffers()
         first = self.where.ep * (self.config.model.experts // self.mesh.ep)
         shapes = {w.name: w.shape for unit in self.sharded.units.values() for w in unit.weights}
@@ -462,11 +462,11 @@ class Engine:
             self._graphed.drop()
 
     def abort(self) -> None:
-        """After an exception inside a step: forget what it left behind. Weights and optimizer state stay.
+        """After an exception inside a step: forget what it left. Weights and optimizer state stay.
 
         All ranks do this at the same point: what one has sent and another never asked for cannot be taken back.
         """
-        self.lanes.abort()  # first: from here on the caller's work comes behind all that used the memory
+        self.lanes.abort()  # first: from here on the caller's work comes after all that used the memory
         self.forget_graph()
         self.room.forget()
         for executor in self._executors:

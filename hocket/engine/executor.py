@@ -42,9 +42,9 @@ class Compiled:
     awaited: bool
     """Whether an op of another lane comes after it."""
     frees: tuple[int, ...]
-    """Ops whose values are dropped behind it."""
+    """Ops whose values are dropped after it."""
     trims: tuple[tuple[int, tuple[int, ...]], ...]
-    """Ops of whose values some items are dropped behind it, and which."""
+    """Ops of whose values some items are dropped after it, and which."""
 
 
 class Executor:

@@ -3,7 +3,7 @@
 Whoever runs a program with a `RowRoom` does this, on all ranks alike:
 
 1. ops are issued, and devices lay rows out in `now`: see Note: [Fixed capacity without dropped rows];
-2. behind all of them, and before weights change, `look` says how many rows of one rank lacked room;
+2. after all of them, and before weights change, `look` says how many rows of one rank lacked room;
 3. if any did, what was computed is thrown away, `again` issues the ops once more, and there is more room from then on.
 """
 

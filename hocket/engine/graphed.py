@@ -7,7 +7,7 @@ tell the host something, and whatever Python keeps from one step to the next mus
 - microbatches are copied to where the recorded ones lay;
 - gradients are not forgotten: each step overwrites them where the recorded one left them (`PlannedModel.held`);
 - what the end of a step reads, losses and experts' loads, are the recorded tensors, with new values;
-- the end of a step itself, the plan's `step` op, is not recorded: norm, optimizer and balance run behind each replay;
+- the end of a step itself, the plan's `step` op, is not recorded: norm, optimizer and balance run after each replay;
   updates that it leaves to the next step are recorded with that one (`fsdp/planned/optimizer.py`);
 - packed documents have room for others: empty ones, up to twice as many as there were on any rank when it was made;
 - bytes move as they did: a group that has another transport since makes the recording void.

@@ -147,7 +147,7 @@ class Standstill:
     ) -> tuple[GroupProgress, bool]:
         calls, stands = list(issued.calls), self._stands
         if self._recorder.replayed and group.issued is not None:
-            calls += group.issued.calls  # behind the replay
+            calls += group.issued.calls  # after the replay
         ops = [self._recorder.at(when) for _, when in calls]
         count = len(calls)
         done, reached = 0, count

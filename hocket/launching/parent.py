@@ -1,4 +1,4 @@
-"""Start the workers of a run on this host, watch them, and leave none behind: Note: [No worker is left behind].
+"""Start the workers of a run on this host, watch them, and end them all: Note: [No worker outlives its run].
 
 Note: [Workers are forked]
 Importing torch takes a second or more, so the parent imports it once and forks. The parent never touches CUDA and
@@ -188,7 +188,7 @@ def fork_worker(settings: Settings, worker: Worker, job: Job, log: Path) -> Chil
 
 @contextlib.contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Let signals that ask come behind the block: one that came before a worker is known would not be passed on."""
+    """Let signals that ask come after the block: one that came before a worker is known would not be passed on."""
     former = signal.pthread_sigmask(signal.SIG_BLOCK, asking())
     try:
         yield

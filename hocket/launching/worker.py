@@ -1,6 +1,6 @@
 """One rank of a run: a process that torchrun or Slurm has started, or a fork of the parent of all.
 
-Note: [No worker is left behind]
+Note: [No worker outlives its run]
 Each worker is the leader of a process group and asks the kernel to be killed when its parent dies (Linux), however
 that happens. When one worker fails, the parent kills the groups of all others: they would only wait for it.
 """

@@ -224,7 +224,7 @@ class Recorder:
         begun = self._begin_exchanges()
         if not replayed:
             self.issued, self._times, self.exchanges = [], [], begun
-        self.inside = "a replayed step, or the optimizer behind it" if replayed else ""
+        self.inside = "a replayed step, or the optimizer after it" if replayed else ""
         self.last_progress, self.active, self.replayed = time.monotonic(), True, replayed
 
     def end(self) -> None:
