@@ -215,7 +215,6 @@ class Bench:
     def _record(self, engine: Engine, microbatches: list[Microbatch], path: Path) -> None:
         """Write the trace of one step, behind two with which memory and profiler warm up."""
         recording = Recording(engine, self.rank)
-        recording.prepare()
         for _ in range(2):
             engine.train_step(microbatches, 1e-4)
         self._settle()
