@@ -84,7 +84,6 @@ def chosen(options: argparse.Namespace, more: list[str], world: int) -> tuple[Co
 def record(engine: Engine, rank: int, microbatches: list[Microbatch], path: Path) -> None:
     """Write the trace of one step. The step before it runs under the profiler too, so that it finds it warm."""
     recording = Recording(engine, rank)
-    recording.prepare()
     engine.train_step(microbatches, 1e-4)
     torch.cuda.synchronize()
     dist.barrier()

@@ -36,10 +36,6 @@ WAYS = (
 """Settings, or whole sections of them, that say how an op of a plan does what it has to."""
 
 
-BEFORE = {"plan.loss_pieces": 1, "precision.gather": "bf16"}
-"""Settings that the oldest traces do not have -> what their runs did."""
-
-
 def describe(settings: Config, program: Program, pp_rank: int) -> dict[str, Any]:
     """What a trace of this pipeline rank stores under the key `hocket`, as JSON values.
 
@@ -103,7 +99,7 @@ def _different(settings: Sequence[str], planned: Config, measured: RankTrace) ->
     if not isinstance(stored, Mapping):
         fix = "fix: a trace written by hocket train --train.profile"
         raise ValueError(f"{measured.source}: its metadata has no settings; {fix}")
-    there = BEFORE | flat(stored)
+    there = flat(stored)
     names = [name for name in types() if any(f"{name}.".startswith(f"{setting}.") for setting in settings)]
     here = {name: leaf(planned, name) for name in names}
     here = {name: list(value) if isinstance(value, tuple) else value for name, value in here.items()}

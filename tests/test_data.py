@@ -24,7 +24,7 @@ from hocket.program.documents import as_read
 from hocket.resolve import Settings, resolve
 from hocket.train import corpus as corpus_module
 from hocket.train import documents as documents_module
-from hocket.train.corpus import Corpus, Split, find_files, open_corpus, standard_library
+from hocket.train.corpus import Asked, Corpus, Split, find_files, open_corpus, standard_library
 from hocket.train.data import Stream, make_streams
 from hocket.train.sources import Quotas, Source, Text, open_text
 from tests.helpers.ranks import run_ranks
@@ -47,9 +47,11 @@ def data_in(folder: Path, *paths: str, **more: Any) -> DataConfig:
 def test_files_folders_and_patterns_are_found_once_and_sorted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, a="1", b="2", sub__c="3", sub__deep__d="4", **{".hidden": "5", "sub__.git__e": "6"})
-    names = [str(path.relative_to(tmp_path)) for path in find_files(("sub", "a", "sub/*", "a"), {})]
+    names = [
+        str(path.relative_to(tmp_path)) for path in find_files(Asked("data.paths", ("sub", "a", "sub/*", "a"), {}))
+    ]
     assert names == ["a", "sub/c", "sub/deep/d"]
-    assert [path.name for path in find_files(("**/d",), {})] == ["d"]
+    assert [path.name for path in find_files(Asked("data.paths", ("**/d",), {}))] == ["d"]
 
 
 def test_links_are_followed_once_and_what_cannot_be_read_is_named(tmp_path):
@@ -58,7 +60,10 @@ def test_links_are_followed_once_and_what_cannot_be_read_is_named(tmp_path):
     (tmp_path / "text" / "all").symlink_to(tmp_path / "text")
     (tmp_path / "text" / "more").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "text" / "sub" / "up").symlink_to("..")
-    names = [str(path.relative_to(tmp_path / "text")) for path in find_files((str(tmp_path / "text"),), {})]
+    names = [
+        str(path.relative_to(tmp_path / "text"))
+        for path in find_files(Asked("data.paths", (str(tmp_path / "text"),), {}))
+    ]
     assert names == ["a", "more/c", "sub/b"]
     for name, words in (("gone", "No such file"), ("itself", "Too many levels"), ("pipe", "is not a file")):
         os.mkfifo(tmp_path / "text" / name) if name == "pipe" else (tmp_path / "text" / name).symlink_to(name)
@@ -78,12 +83,12 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(ValueError, match=r"data\.paths = .*sub cannot be read \(Permission denied\); fix: make it"):
-        find_files((str(tmp_path),), {})
+        find_files(Asked("data.paths", (str(tmp_path),), {}))
 
 
 def test_a_file_with_magic_characters_in_its_name_is_a_file(tmp_path):
     write(tmp_path, **{"a[1].txt": "x"})
-    assert [path.name for path in find_files((str(tmp_path / "a[1].txt"),), {})] == ["a[1].txt"]
+    assert [path.name for path in find_files(Asked("data.paths", (str(tmp_path / "a[1].txt"),), {}))] == ["a[1].txt"]
 
 
 def test_the_default_corpus_is_the_standard_library_without_tests():
@@ -396,7 +401,9 @@ def test_a_link_into_another_folder_hides_no_file_that_is_read_twice(tmp_path: P
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.txt").write_text("text " * 400)
     (tmp_path / "a" / "link").symlink_to(tmp_path / "b")
-    assert [file.relative_to(tmp_path).as_posix() for file in find_files((str(tmp_path),), {})] == [
+    assert [
+        file.relative_to(tmp_path).as_posix() for file in find_files(Asked("data.paths", (str(tmp_path),), {}))
+    ] == [
         "a/a.txt",
         "b/b.txt",
     ]
@@ -411,4 +418,4 @@ def test_files_beside_tokens_that_are_not_read_are_no_text(tmp_path: Path, suffi
     (tmp_path / f"data{suffix}").write_bytes(bytes(64))
     (tmp_path / "dataset_info.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is of datasets or datatrove.*to_parquet"):
-        find_files((str(tmp_path),), {})
+        find_files(Asked("data.paths", (str(tmp_path),), {}))

@@ -56,8 +56,9 @@ def sizes_of(source: AdaptedModel, top_k: int) -> ModelConfig:
     def width(weights: float) -> int:
         return max(8, 8 * round(weights / d / 8))
 
-    attn = getattr(source.layers[0], "self_attn", None)
-    if attn is not None and all(hasattr(attn, name) for name in ("q_proj", "k_proj", "head_dim")):
+    attn: Any = getattr(source.layers[0], "self_attn", None)
+    known = all(hasattr(attn, name) for name in ("q_proj", "k_proj", "head_dim"))
+    if known and attn.head_dim % 2 == 0:  # an odd width has no rotary positions, and hocket's own heads have
         n = attn.head_dim
         heads, kv_heads = (projection.out_features // n for projection in (attn.q_proj, attn.k_proj))
     else:

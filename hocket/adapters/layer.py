@@ -26,6 +26,7 @@ token, R rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -154,18 +155,15 @@ class ExpertParts(RoutedParts, DenseParts):
         return self.layer.merge(unpermute(rows_RD, probs_TK, None, None, routing), (residual_BSD, shared_BSD))
 
 
+@dataclass(eq=False)
 class AdaptedChunk:
     """One virtual stage of a model that hocket did not write."""
 
-    def __init__(
-        self,
-        embed: Callable[[Tensor], Tensor] | None,
-        layers: Mapping[int, DenseParts],
-        logits: Callable[[Tensor], Tensor] | None,
-        parameters: Mapping[str, nn.Parameter],
-    ) -> None:
-        self.embed, self._logits, self._parameters = embed, logits, dict(parameters)
-        self.layers = {str(number): layer for number, layer in layers.items()}
+    embed: Callable[[Tensor], Tensor] | None
+    layers: Mapping[str, DenseParts]
+    logits: Callable[[Tensor], Tensor] | None
+    parameters: Mapping[str, nn.Parameter]
+    """Stand-ins by name."""
 
     def layer(self, number: int) -> DenseParts:
         """The layer of a global number."""
@@ -173,9 +171,9 @@ class AdaptedChunk:
 
     def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
         """Mean cross-entropy over the targets that are not `IGNORED`, fp32."""
-        assert self._logits is not None
-        return cross_entropy(self._logits(x_BSD).flatten(0, 1), targets_BS.flatten())
+        assert self.logits is not None
+        return cross_entropy(self.logits(x_BSD).flatten(0, 1), targets_BS.flatten())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Stand-ins by name."""
-        return iter(self._parameters.items())
+        return iter(self.parameters.items())

@@ -274,10 +274,10 @@ class AdaptedModel(ModelSource):
         memo |= self.without_masks() if self.method else {}
         ends = self.ends(dict(memo))
         contexts = _remembered(ends)
-        layers: dict[int, DenseParts] = {}
+        layers: dict[str, DenseParts] = {}
         for number in place.layers:
             told, fused = partial(contexts, number), place.device.type == "cuda"
-            layers[number] = parts = self.parts(number, dict(memo), told, ep, self.method, fused)
+            layers[str(number)] = parts = self.parts(number, dict(memo), told, ep, self.method, fused)
             parts.group = place.groups.cp if self.method and place.groups is not None else None
         return AdaptedChunk(
             ends.embed if place.first else None, layers, ends.logits if place.last else None, parameters
@@ -334,6 +334,15 @@ def _remembered(ends: Ends) -> Callable[..., Any]:
 _PIECES = {"expert_weights": ("attention", "route", "experts", "merge"), "": ("attention", "mlp")}
 
 
+def refuse_dropout(model: nn.Module) -> None:
+    """Raise ValueError for a model that drops elements."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise refuse(
+                model, f"{name} drops with p = {module.p}, and a planned step makes no random numbers", "p = 0"
+            )
+
+
 class OwnModel(AdaptedModel):
     """A module with `embed`, `layers` and `head`. Raises ValueError, naming what does not fit."""
 
@@ -349,11 +358,7 @@ class OwnModel(AdaptedModel):
         self.layers: Sequence[nn.Module] = list(model.layers)
         for layer in self.layers:
             self._check(layer)
-        for module in model.modules():
-            if isinstance(module, nn.Dropout) and module.p > 0:
-                raise refuse(
-                    model, f"a Dropout has p = {module.p}, and a planned step makes no random numbers", "p = 0"
-                )
+        refuse_dropout(model)
         self.embed_modules: Mapping[str, nn.Module] = {"embed": model.embed}
         self.head_modules: Mapping[str, nn.Module] = {"head": model.head}
         with torch.no_grad():

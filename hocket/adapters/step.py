@@ -29,6 +29,13 @@ from hocket.rules import rule_lines
 from hocket.runtime.world import everyone
 from hocket.step import PlannedStep, other_ranks
 
+_LEFT: dict[str, tuple[Any, Any]] = {
+    "plan.graphs": ("off", "auto"),  # hocket cannot know what a foreign forward does while it is recorded
+    "plan.loss_pieces": (1, "auto"),  # its forward makes logits
+    "plan.offload": ((), ("auto",)),  # its functions may save weights, which move
+}
+"""What settings are in a model of others if they are left to hocket."""
+
 
 def plan_model(
     model: nn.Module,
@@ -63,13 +70,7 @@ def plan_model(
     top_k = verify(source, shared or packed)
     config = replace(config, model=sizes_of(source, top_k))
     price = price_of(source)
-    if config.plan.graphs == "auto":
-        # hocket cannot know what a foreign forward does while it is recorded.
-        config = changed(config, {"plan.graphs": "off"})
-    if config.plan.loss_pieces == "auto":
-        config = changed(config, {"plan.loss_pieces": 1})  # its forward makes logits
-    if config.plan.offload == ("auto",):
-        config = changed(config, {"plan.offload": ()})  # its functions may save weights, which move
+    config = changed(config, {name: value for name, (value, left) in _LEFT.items() if leaf(config, name) == left})
     resolved = resolve(config, _host(), given, price)
     on_gpu = resolved.train.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from hocket.adapters.fused import gate_of
 from hocket.adapters.layer import DenseLayer, ExpertLayer, Keep
-from hocket.adapters.source import AdaptedModel, Ends, refuse
+from hocket.adapters.source import AdaptedModel, Ends, refuse, refuse_dropout
 from hocket.layers.standin import grouped_linear
 from hocket.model.documents import Documents, Told
 from hocket.model.heads import Heads
@@ -343,11 +343,7 @@ class Pretrained(AdaptedModel):
                 raise refuse(
                     model, f"config.{name} = {value}, and a planned step makes no random numbers", f"config.{name} = 0"
                 )
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Dropout) and module.p > 0:
-                raise refuse(
-                    model, f"{name} drops with p = {module.p}, and a planned step makes no random numbers", "p = 0"
-                )
+        refuse_dropout(model)
         if getattr(config, "output_router_logits", False):
             raise refuse(
                 model,

@@ -89,7 +89,6 @@ def task_of(options: Plan, origins: dict[str, str]) -> tuner.Task:
         config=options.config,
         origins=origins,
         resolve=resolve_for_plan,
-        hardware=hardware,
         cap=bytes_of(options.memory) if options.memory else hardware.memory,
     )
 

@@ -177,13 +177,13 @@ def _device(mesh: DeviceMesh | None) -> torch.device | None:
 
 
 class _Handle(UnshardHandle):
-    def __init__(self, claims: Sequence[Claim]) -> None:
-        self._claims = claims
+    def __init__(self, claim: Claim) -> None:
+        self._claim: Claim | None = claim
 
     def wait(self) -> None:
-        for claim in self._claims:
-            claim.wait()
-        self._claims = ()
+        if self._claim is not None:
+            self._claim.wait()
+        self._claim = None
 
 
 class _State:
@@ -216,7 +216,7 @@ class FSDPModule(TorchFSDPModule):
         unit = _unit(self)
         context = context_of(unit)
         context.forget_old_forwards()  # not in a later forward that reads these weights
-        handle = _Handle([context.held_claims.unshard(unit)])
+        handle = _Handle(context.held_claims.unshard(unit))
         if async_op:
             return handle
         handle.wait()

@@ -119,10 +119,6 @@ class Unit:
         """The full parameters, which `grad_ready` takes."""
         return tuple(self._place)
 
-    @property
-    def full_bytes(self) -> int:
-        return sum(group.total_bytes for group in self.groups if not group.whole)
-
     def writes(self) -> list[tuple[int, int]]:
         """Versions and addresses of gathered weights whose writes would be lost."""
         lost = (group for group in self.groups if not (group.whole and group.weight is group.main))

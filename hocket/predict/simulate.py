@@ -5,11 +5,9 @@ An op starts when the op before it on its lane and all its `deps` have ended, as
 A send takes no lane time: it is posted, and its data may leave from then on. The matching recv starts when it is at the
 head of its lane and the send is posted, and lasts one p2p transfer. The optimizer step begins with the norm of the
 whole gradient, so no rank's starts before all have come to it. Data- and expert-parallel ranks run the same list on
-equal loads, so a collective starts when this rank reaches it, and links don't queue. So stragglers are in the
-prediction only as far as they are in the costs: measured ones are those of the rank that computes longest.
+equal loads, so a collective starts when this rank reaches it, and links don't queue. Stragglers are not predicted.
 
-What else slows a real step down is `Overheads`, measured on the run itself (`measured.py`), or as the kind of
-hardware has it (`overheads_of` in `cost.py`):
+What else slows a real step down is `Overheads`, as the kind of hardware has it (`overheads_of` in `cost.py`):
 
 - Contention. While communication runs on a rank, its compute op gets on at 1 / (1 + sum of the factors of the kinds
   that run). The factors add up because what they stand for does: the SMs that NCCL kernels hold and the memory

@@ -23,7 +23,6 @@ from functools import cache
 
 from hocket.collector import without_collector
 from hocket.config import Config
-from hocket.config.plan import ZERO_BUBBLE
 from hocket.program.connect import connect, free
 from hocket.program.expand import StepOps, defer_head, defer_past_send, expand, insert_p2p
 from hocket.program.layer import alone_order, at_once, merged_order, pairs_problem
@@ -197,8 +196,7 @@ def build_program(
 ) -> Program:
     """The whole chain: the Program of one optimizer step. Of `config` it reads the sections `plan` and `overlap`.
 
-    Without `frees` nothing is ever dropped: enough to know times, and made sooner; `free_rank` does the rest. Raises
-    ValueError for settings that have no legal order.
+    Without `frees` nothing is ever dropped: enough to know times, and made sooner; `free_rank` does the rest.
     """
     order, notes = choose_order(layout, microbatches, config)
     chain = [one for name, one in passes.items() if frees or name != "free"]
@@ -252,60 +250,34 @@ def build_forward(beside: Program, config: Config, sharding: Sharding) -> Progra
 
 
 def choose_order(layout: Layout, microbatches: int, config: Config) -> tuple[Order, list[str]]:
-    """The order of microbatches that a plan's settings ask for, and remarks about it."""
-    if microbatches < 1:
-        raise ValueError(f"train.microbatches must be at least 1, got {microbatches}")
+    """The order of microbatches that a plan's settings ask for, and remarks about it. Rules refuse what cannot be."""
     plan, ep = config.plan, config.overlap.ep
-    merge = ep.merge != "off"
-    kind = plan.order
+    kind, merge = plan.order, ep.merge != "off"
+    assert microbatches >= 1
     if kind == "auto":
         kind = "sequential" if layout.stages == 1 and not merge else "interleaved" if layout.chunks > 1 else "1f1b"
     if kind == "sequential" and (layout.stages > 1 or not merge):
-        if ep.merge == "on":
-            raise ValueError(
-                "overlap.ep.merge=on cannot be had with plan.order=sequential and several stages: each microbatch ends "
-                "before the next one starts; use plan.order=1f1b or interleaved"
-            )
+        assert ep.merge != "on", "each microbatch ends before the next one starts"
         return sequential(layout.pp, layout.chunks, microbatches), []
-    if kind in ZERO_BUBBLE or kind == "merged_v":
-        return _with_wgrads(layout, microbatches, config)
-    if kind == "1f1b" and layout.chunks > 1:
-        raise ValueError(f"plan.order=1f1b has one chunk per rank, got plan.chunks={layout.chunks}; use interleaved")
-    order = one_f_one_b(
-        layout.pp,
-        layout.chunks,
-        microbatches,
-        group=plan.group,
-        merge=merge,
-        ends=merge and ep.merge_ends == "on",
-    )
-    return order, _merge_notes(order, microbatches, config) if merge else []
+    if plan.fills_bubble:
+        assert (layout.chunks, layout.turning) == (2 if plan.turning else 1, plan.turning)
+        assert config.overlap.defer_wgrad != "off", "weight gradients have steps of their own"
+        assert ep.merge != ("off" if kind == "merged_v" else "on")
+        make = merged_v if kind == "merged_v" else zb_v if plan.turning else zb_h1
+        return make(layout.pp, microbatches), []
+    assert kind != "1f1b" or layout.chunks == 1
+    ends = merge and ep.merge_ends == "on"
+    order = one_f_one_b(layout.pp, layout.chunks, microbatches, group=plan.group, merge=merge, ends=ends)
+    return order, _merge_notes(order, microbatches) if merge else []
 
 
-def _with_wgrads(layout: Layout, microbatches: int, config: Config) -> tuple[Order, list[str]]:
-    """An order in which weight gradients have steps of their own."""
-    plan, overlap = config.plan, config.overlap
-    merged, chunks = plan.order == "merged_v", 2 if plan.turning else 1
-    if layout.chunks != chunks or layout.turning != plan.turning:
-        raise ValueError(f"plan.order={plan.order} has plan.chunks={chunks} chunks per rank, got {layout.chunks}")
-    if overlap.ep.merge == ("off" if merged else "on") or overlap.defer_wgrad == "off":
-        raise ValueError(
-            f"plan.order={plan.order} fills bubbles with weight gradients in steps of their own: it needs overlap.ep."
-            f"merge={'on' if merged else 'off'} and overlap.defer_wgrad=on, got {overlap.ep.merge} and "
-            f"{overlap.defer_wgrad}"
-        )
-    make = merged_v if merged else zb_v if plan.turning else zb_h1
-    return make(layout.pp, microbatches), []
-
-
-def _merge_notes(order: Order, microbatches: int, config: Config) -> list[str]:
+def _merge_notes(order: Order, microbatches: int) -> list[str]:
     bare = [rank for rank, steps in enumerate(order) if not any(step.merged for step in steps)]
     if not bare:
         return []
+    ranks = f"rank{'s' if len(bare) > 1 else ''} {', '.join(map(str, bare))}"
     text = (
-        f"nothing is merged on pipeline rank{'s' if len(bare) > 1 else ''} {', '.join(map(str, bare))}: with "
-        f"{microbatches} microbatches all forwards are warm-up; more microbatches, fewer chunks or a smaller group help"
+        f"nothing is merged on pipeline {ranks}: with {microbatches} microbatches all forwards are warm-up; more "
+        "microbatches, fewer chunks or a smaller group help"
     )
-    if config.overlap.ep.merge == "on" and len(bare) == len(order):
-        raise ValueError(f"overlap.ep.merge=on, but {text}")
     return [text]

@@ -122,14 +122,9 @@ def one_f_one_b(
     One chunk gives plain 1F1B; one rank and one chunk, merged, gives `F0 | F1|B0 | ... | B_last`. `group` is
     the number of microbatches that pass through a chunk before the next chunk starts (0 means `pp`).
     `ends` merges the two ends too: see Note: [Pairs at the ends].
-
-    Raises ValueError for a group for which no legal order exists.
     """
     group = group or pp
-    if microbatches < 1:
-        raise ValueError(f"microbatches must be at least 1, got {microbatches}")
-    if group < pp:
-        raise ValueError(f"group={group} is smaller than pp={pp}: a microbatch would reach a chunk too late; use >= pp")
+    assert group >= pp, "a microbatch would reach a chunk too late"
     assert merge or not ends, "pairs at the ends belong to merged orders"
     forward = _forward_items(chunks, microbatches, group)
     backward = [(m, chunks - 1 - c) for m, c in forward]
@@ -336,12 +331,8 @@ def _choose(
 
 
 def merged_v(pp: int, microbatches: int) -> Order:
-    """Two chunks per rank, placed as a V, which hold 2 * pp + 1 activations at most.
-
-    Raises ValueError for fewer than 2 * pp microbatches: a forward and a backward that could be merged do not meet.
-    """
-    if microbatches < 2 * pp:
-        raise ValueError(f"plan.order=merged_v needs 2 * pp = {2 * pp} microbatches or more, got {microbatches}")
+    """Two chunks per rank, placed as a V, which hold 2 * pp + 1 activations at most."""
+    assert microbatches >= 2 * pp, "a forward and a backward that could be merged do not meet"
     return tuple(_merged_rank(pp, rank, microbatches) for rank in range(pp))
 
 

@@ -39,10 +39,6 @@ _SIZES = {f.name: type(f.default) for f in fields(Layout) if f.name not in _APAR
 """Fields of the line `layout`, with their types: numbers, flags, and names joined by commas. Flags and names that say
 nothing are left out, but for `tied`; so is a `cp` of 1."""
 
-_LEFT_OUT = {
-    "cp": 1,
-}
-
 
 def to_text(program: Program) -> str:
     """The program as text. Raises ValueError for a number below -1 in an op."""
@@ -67,7 +63,7 @@ def to_text(program: Program) -> str:
 def _sizes(layout: Layout) -> Iterator[str]:
     for name, kind in _SIZES.items():
         value = getattr(layout, name)
-        if kind is int and (name not in _LEFT_OUT or value != _LEFT_OUT[name]):
+        if kind is int and (name, value) != ("cp", 1):
             yield f"{name}={value}"
         elif kind is bool and (value or name == "tied"):
             yield f"{name}={'yes' if value else 'no'}"

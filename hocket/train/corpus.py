@@ -171,46 +171,43 @@ class Asked:
     """Files that a setting means."""
 
     setting: str
-    given: tuple[str, ...]
+    given: str | tuple[str, ...]
     origins: Mapping[str, str]
 
     def refused(self, reason: str, fix: str) -> ValueError:
         """The error for something that is wrong with them."""
         return ValueError(problem(self.setting, self.given, self.origins, reason, fix))
 
-    def unreadable(self, file: Path, error: OSError) -> ValueError:
+    def unreadable(self, file: object, error: OSError) -> ValueError:
         """The error for a file that the system does not give."""
         return self.refused(f"{file} cannot be read ({error.strerror})", "make it readable, or leave it out")
 
 
-def find_files(
-    paths: tuple[str, ...], origins: Mapping[str, str], without: Path | None = None, setting: str = "data.paths"
-) -> list[Path]:
-    """The files that a setting means, sorted and each once. Empty `paths` mean Python's own library.
+def find_files(asked: Asked, without: Path | None = None) -> list[Path]:
+    """The files that a setting means, sorted and each once. Nothing given means Python's own library.
 
     A folder stands for all files below it whose path has no hidden part, except those below `without`. Raises
     ValueError for a path that does not exist, a pattern that matches nothing, and a folder without files.
     """
-    if not paths:
+    if not asked.given:
         return standard_library()
     found: set[Path] = set()
-    for given in paths:
+    for given in asked.given:
+        one = replace(asked, given=given)
         matches = [Path(given)] if os.path.lexists(given) else [Path(p) for p in glob.glob(given, recursive=True)]
         if not matches:
             reason = "the pattern matches nothing" if glob.has_magic(given) else "there is no such file or folder"
-            fix = "name existing files, folders or glob patterns"
-            raise ValueError(problem(setting, given, origins, reason, fix))
+            raise one.refused(reason, "name existing files, folders or glob patterns")
         try:
             files = [file for match in matches for file in _files_below(match)]
         except OSError as error:
-            reason, fix = f"{error.filename} cannot be read ({error.strerror})", "make it readable, or leave it out"
-            raise ValueError(problem(setting, given, origins, reason, fix)) from None
+            raise one.unreadable(error.filename, error) from None
         files = [file for file in files if without is None or without.resolve() not in file.resolve().parents]
         if not files:
-            raise ValueError(problem(setting, given, origins, "no files in it", "name a folder that holds text files"))
+            raise one.refused("no files in it", "name a folder that holds text files")
         if other := next((file for file in files if file.suffix in UNREAD), None):
             reason = f"{other} is of datasets or datatrove, whose files are not read"
-            raise ValueError(problem(setting, given, origins, reason, "Parquet (to_parquet) or tokens of numpy"))
+            raise one.refused(reason, "Parquet (to_parquet) or tokens of numpy")
         found.update(files)
     return sorted(found)
 
@@ -293,7 +290,7 @@ def _place(asked: Asked, data: DataConfig, without: Path | None) -> tuple[list[P
     if data.chat_template and not Path(data.chat_template).is_file():
         reason, fix = "there is no such file", "name a template of Jinja"
         raise ValueError(problem("data.chat_template", data.chat_template, origins, reason, fix))
-    files = find_files(asked.given, origins, without, asked.setting)
+    files = find_files(asked, without)
     belong = {file for main in files for file in beside(main)}
     files = [file for file in files if file not in belong]
     return files, Path(data.cache) / f"corpus-{_key([*files, *sorted(belong)], data, asked)}"

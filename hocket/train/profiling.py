@@ -44,6 +44,7 @@ GZIP_LEVEL = 3
 
 def describe(config: Config, engine: Engine, rank: int) -> dict[str, Any]:
     """What a trace of this rank says about its run, as JSON values."""
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
     described: dict[str, Any] = {
         **stored(config, engine.program, engine.where.pp),
         "transport": config.train.transport,
@@ -53,15 +54,11 @@ def describe(config: Config, engine: Engine, rank: int) -> dict[str, Any]:
         "coordinates": dataclasses.asdict(engine.where),
         "parameters": parameter_counts(config.model)[0],
         "hostname": platform.node(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "nccl": _nccl()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "nccl": nccl},
     }
     if isinstance(config, Settings):
         described["host"] = dataclasses.asdict(config.host)
     return _plain(described)
-
-
-def _nccl() -> str:
-    return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
 
 
 def _plain(value: Any) -> Any:
@@ -76,24 +73,20 @@ def _plain(value: Any) -> Any:
 
 
 class Recording:
-    """Records steps of one engine as they run. `start`, then `with step(n)` around each, `stop`, `write`."""
+    """Records steps of one engine as they run. `start`, then `with step(n)` around each, `stop`, `write`.
+
+    Make it a step before the first recorded one, which the profiler's own start would lengthen.
+    """
 
     def __init__(self, engine: Engine, rank: int) -> None:
         self._engine = engine
         self._about = json.dumps(describe(engine.config, engine, rank), ensure_ascii=False)
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
-        self._prepared = False
-
-    def prepare(self) -> None:
-        """Set the profiler up a step early, so that its own start does not lengthen the first recorded one."""
         self._profiler.prepare_trace()
-        self._prepared = True
 
     def start(self) -> None:
         """Record from now on."""
-        if not self._prepared:
-            self.prepare()
         if not self._engine.replays:
             self._engine.executor.annotate()
         self._profiler.start_trace()
@@ -209,7 +202,6 @@ class ProfileWindow:
             if self._recording is None and step <= self.steps[0] and not self._problem:
                 self._remove_old()
                 self._recording = Recording(self._engine, self._rank)
-                self._recording.prepare()
             if self._recording is not None and step == self.steps[0]:
                 self._recording.start()
             if self._recording is not None and step in self.steps:

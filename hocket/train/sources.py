@@ -31,7 +31,7 @@ from hocket.config.rule import problem, show
 from hocket.config.schema import impossible, meant, types
 from hocket.problems import stop_if
 from hocket.resolve import Settings
-from hocket.train.corpus import Corpus, Say, find_files, open_corpus
+from hocket.train.corpus import Asked, Corpus, Say, find_files, open_corpus
 from hocket.typed import is_a
 
 # -- mix ---------------------------------------------------------------------------------------------------------------
@@ -255,13 +255,12 @@ def _require_apart(sources: Sequence[Source], without: Path) -> None:
         for setting, paths in (("paths", source.data.paths), ("validation", source.data.held_out)):
             if setting == "validation" and not paths:
                 continue
-            for file in find_files(paths, source.origins, without, f"data.{setting}"):
+            asked = Asked(f"data.{setting}", paths, source.origins)
+            for file in find_files(asked, without):
                 where = f"[{source.name}] {setting}" if source.name else f"data.{setting}"
                 one = file.resolve()
                 if found.setdefault(one, where) != where:
-                    reason = f"{file} is in {found[one]} too"
-                    name = f"data.{setting}"
-                    raise ValueError(problem(name, paths, source.origins, reason, "name every file once"))
+                    raise asked.refused(f"{file} is in {found[one]} too", "name every file once")
 
 
 def read_sources(data: DataConfig, origins: Mapping[str, str]) -> tuple[Source, ...]:

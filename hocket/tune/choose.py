@@ -74,7 +74,6 @@ from hocket.program.stages import layout_of
 from hocket.program.transformer import GATHERED
 from hocket.rules import (
     group_of,
-    made_again,
     most_layers,
     named_parts,
     refusal,
@@ -336,44 +335,35 @@ def part_sets(c: Config, setting: str) -> list[tuple[str, ...]]:
 
 def choose_room(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
     """Pieces of the loss, offloaded and recomputed parts: see Note: [As little recomputed as fits]."""
-    for setting, candidates in ((_LOSS, _pieces), (_OFFLOAD, _away), (_RECOMPUTE, _again)):
+    for setting in (_LOSS, _OFFLOAD, _RECOMPUTE):
         if leaf(c, setting) in OPEN:
-            value, reason = _relieved(c, host, trials, setting, *candidates(c))
+            value, reason = _relieved(c, host, trials, setting, _reliefs(c, setting))
             c = changed(c, {setting: value})
             yield setting, value, reason
 
 
-def _pieces(c: Config) -> tuple[list[Changes], str]:
-    if c.mesh.tp > 1:
-        return [{_LOSS: 1}], "each tensor-parallel rank has a part of the vocabulary"
-    return [{_LOSS: count} for count in (1, 2, 4, 8, 16, 32, 64)], ""
-
-
-def _away(c: Config) -> tuple[list[Changes], str]:
+def _reliefs(c: Config, setting: str) -> list[Changes]:
+    """What may give time for memory, nothing first. Where recomputed parts are open too, they are tried together."""
+    if setting == _LOSS:
+        return [{_LOSS: count} for count in (1, 2, 4, 8, 16, 32, 64)]
+    if setting == _RECOMPUTE:
+        return [{_RECOMPUTE: parts} for parts in part_sets(c, _RECOMPUTE)]
     again = part_sets(c, _RECOMPUTE) if c.plan.recompute in OPEN else [c.plan.recompute]
-    away = part_sets(c, _OFFLOAD)
-    if len(away) == 1:
-        return [{_OFFLOAD: (), _RECOMPUTE: again[0]}], "ranks compute in the host's memory"
-    ways: list[Changes] = [{_OFFLOAD: some, _RECOMPUTE: others} for others in again for some in away]
-    return sorted((way for way in ways if not made_again(changed(c, way))), key=lambda way: len(_does(way))), ""
+    ways: list[Changes] = [{_OFFLOAD: some, _RECOMPUTE: parts} for parts in again for some in part_sets(c, _OFFLOAD)]
+    return sorted(ways, key=lambda way: len(_does(way)))
 
 
-def _again(c: Config) -> tuple[list[Changes], str]:
-    ways: list[Changes] = [{_RECOMPUTE: parts} for parts in part_sets(c, _RECOMPUTE)]
-    return [way for way in ways if not made_again(changed(c, way))], "all parts that could be are offloaded"
-
-
-def _relieved(
-    c: Config, host: Host, trials: Trials, setting: str, ways: Sequence[Changes], reason: str
-) -> tuple[Any, str]:
+def _relieved(c: Config, host: Host, trials: Trials, setting: str, ways: list[Changes]) -> tuple[Any, str]:
     """The value of a setting that gives time for memory: none of it if a step fits without, else as little as fits."""
     memory, plain = memory_of(c, host), trials.step(changed(c, ways[0]))
     if not memory:
         return ways[0][setting], f"how much memory a {hardware_of(c).name} rank can use is not known"
-    if len(ways) == 1:
-        return ways[0][setting], reason
     if plain.fits(memory):
         return ways[0][setting], f"{gib(plain.nbytes)} of {gib(room(memory))} are needed without"
+    refusals = [refusal(c, host, way) for way in ways[1:]]
+    ways = [ways[0], *(way for way, why in zip(ways[1:], refusals, strict=True) if why is None)]
+    if len(ways) == 1:
+        return ways[0][setting], next(filter(None, refusals), "nothing can be kept elsewhere")
     fitting = list[Changes]()
     for way in ways[1:]:
         more = any(_does(fewer) < _does(way) for fewer in fitting)

@@ -26,8 +26,8 @@ from hocket.config.rule import leaf, show
 from hocket.config.schema import changed, command_words, types
 from hocket.planning import network, predict, program_of
 from hocket.predict.arrivals import arrival_bytes
-from hocket.predict.cost import CostTable, costs_of
-from hocket.predict.hardware import Hardware
+from hocket.predict.cost import CostTable
+from hocket.predict.hardware import hardware_of
 from hocket.predict.simulate import Kind
 from hocket.program.check import assert_valid
 from hocket.program.layer import MERGED
@@ -37,7 +37,7 @@ from hocket.rules import named_parts
 from hocket.sizes import duration
 from hocket.tune.choose import balanced, part_sets
 from hocket.tune.rules import TRANSPORT, chose_copies
-from hocket.tune.trials import USABLE, Changes, Price, best, continued, model_costs, priced_as, repeats, steady
+from hocket.tune.trials import USABLE, Changes, Price, Trials, best, continued, model_costs, repeats, steady
 
 BEAM = 3
 """Number of orders, with their numbers of chunks, for which all other settings are tried."""
@@ -161,22 +161,14 @@ class Task:
     origins: Mapping[str, str]
     """Where settings come from. What the user set on the command line stays as it is."""
     resolve: Callable[..., Settings]
-    """From a configuration, origins, costs of ops and `memory` (0: the hardware's) to settings, or a ValueError."""
-    hardware: Hardware
+    """From a configuration, origins, `price` and `memory` (0: the hardware's) to settings, or a ValueError."""
     cap: int = 0
     """Bytes that a rank may hold; 0 means no limit."""
 
-    def settled(self, changes: Changes, price: Price | None = None, memory: int = 0) -> Settings:
-        """The settings of a plan, with other costs than those of the search where `price` is given.
-
-        Raises ValueError if they are refused.
-        """
+    def settled(self, changes: Changes, price: Price = model_costs, memory: int = 0) -> Settings:
+        """The settings of a plan. Raises ValueError if they are refused."""
         origins = {**self.origins, **dict.fromkeys(changes, "search")}
-        return self.resolve(changed(self.config, changes), origins, price or self.costs, memory=memory)
-
-    def costs(self, config: Config) -> CostTable:
-        """What ops cost."""
-        return costs_of(config, self.hardware)
+        return self.resolve(changed(self.config, changes), origins, price, memory=memory)
 
     @cached_property
     def start(self) -> Settings:
@@ -234,8 +226,6 @@ def search(task: Task) -> Result:
     """Search. Raises ValueError if the configuration itself is refused."""
     begun = time.perf_counter()
     found = Search(task)
-    if found.trial({}) is None:
-        program_of(found.start)  # which says why there is no such step
     path = found.path()
     assert_valid(program_of(task.chosen_once.settled(path[-1].changes)))
     return Result(path=path, fits=path[-1].fits(task.cap), tried=found.tried, seconds=time.perf_counter() - begun)
@@ -247,19 +237,20 @@ class Search:
     def __init__(self, task: Task) -> None:
         self._cap, self._task = task.cap, task.chosen_once
         self.start = task.start
-        self.costs = task.costs(self.start)
+        self._price = Trials().costs
+        self.costs = self._price(self.start)
+        self._hardware = hardware_of(self.start)
         self._order, *self._groups = (
             [choice for choice in group if choice.setting not in task.origins] for group in GROUPS
         )
         self._settings: dict[tuple[Any, ...], Settings | None] = {}
-        self._trials: dict[tuple[Any, bool], Trial | None] = {}
-        self._tables: dict[Config, CostTable] = {}
+        self._trials: dict[tuple[Any, bool], Trial] = {}
         self._spent = 0
 
     @property
     def tried(self) -> int:
         """Different plans that were priced."""
-        return len({plan for (plan, _), trial in self._trials.items() if trial})
+        return len({plan for plan, _ in self._trials})
 
     def path(self) -> tuple[Trial, ...]:
         """Search. The way to the winner, one change at a time. Dependent changes come together."""
@@ -360,44 +351,30 @@ class Search:
             if not whole and self._spent > SPEND:
                 return None
             self._trials[key] = found = self._simulated(settings) if key[1] else self._estimated(settings)
-            self._spent += found.ops if found and not whole else 0
-        found = self._trials[key]
-        return found and replace(found, changes=dict(changes))
+            self._spent += 0 if whole else found.ops
+        return replace(self._trials[key], changes=dict(changes))
 
     def _settled(self, changes: Changes, memory: int = 0) -> Settings | None:
         """The settings of a plan; None if they are refused."""
         key = (memory, *sorted(changes.items()))
         if key not in self._settings:
             try:
-                self._settings[key] = self._task.settled(changes, self._priced, memory)
+                self._settings[key] = self._task.settled(changes, self._price, memory)
             except ValueError:
                 self._settings[key] = None
         return self._settings[key]
 
-    def _priced(self, config: Config) -> CostTable:
-        """What ops cost."""
-        key = priced_as(config)
-        if key not in self._tables:
-            self._tables[key] = self._task.costs(config)
-        return self._tables[key]
-
-    def _estimated(self, settings: Settings) -> Trial | None:
+    def _estimated(self, settings: Settings) -> Trial:
         """See Note: [Long steps are priced by their period]."""
         few, more = steady(settings)
         steps = (replace(settings, train=replace(settings.train, microbatches=n)) for n in (few, more))
         short, long = (self._simulated(step) for step in steps)
-        if short is None or long is None:
-            return self._simulated(settings)
         periods = (settings.train.microbatches - few) / (more - few)
         return replace(long, seconds=continued(short.seconds, long.seconds, periods), ops=short.ops + long.ops)
 
-    def _simulated(self, settings: Settings) -> Trial | None:
-        """None if there is no legal order."""
-        try:
-            program = program_of(settings)
-        except ValueError:
-            return None
-        timeline = predict(settings, program, self._task.hardware)
+    def _simulated(self, settings: Settings) -> Trial:
+        program = program_of(settings)
+        timeline = predict(settings, program, self._hardware)
         ranks = timeline.ranks
         return Trial(
             changes={},
@@ -418,7 +395,7 @@ def report(task: Task, result: Result) -> str:
     settings = task.start
     return "\n".join(
         [
-            f"SEARCH  {settings.run.name} on {task.hardware.name}, {settings.precision.compute}{cap}",
+            f"SEARCH  {settings.run.name} on {hardware_of(task.start).name}, {settings.precision.compute}{cap}",
             f"{result.tried} plans tried" + (f" in {result.seconds:.1f} s" if result.seconds else ""),
             "",
             *_table(result.path, task.cap),
@@ -473,12 +450,12 @@ def _notes(task: Task, result: Result, gain: float) -> Iterator[str]:
 def words(task: Task, changes: Changes) -> list[str]:
     """Words for `hocket train` that give a plan: recipe or file, the user's settings, and what the search changed.
 
-    Also what `auto` would choose otherwise there: it does not know the costs that the search knows, and the search left
-    some of it as it was chosen for the plan that it began with.
+    Also what `auto` would choose otherwise there: the search left some of it as it was chosen for the plan that it
+    began with.
     """
     settings, names = task.chosen_once.settled(changes), set(changes)
     while True:
-        there = task.settled({name: leaf(settings, name) for name in names}, model_costs)
+        there = task.settled({name: leaf(settings, name) for name in names})
         otherwise = {name for name in types() if leaf(settings, name) != leaf(there, name)} - names
         otherwise = {name for name in otherwise if _works(task, settings, names | {name})}
         if not otherwise:
@@ -489,7 +466,7 @@ def words(task: Task, changes: Changes) -> list[str]:
 def _works(task: Task, settings: Settings, names: set[str]) -> bool:
     """Whether the rules take these values where a user sets them: some have no effect beside the others."""
     try:
-        task.settled({name: leaf(settings, name) for name in names}, model_costs)
+        task.settled({name: leaf(settings, name) for name in names})
     except ValueError:
         return False
     return True
@@ -509,7 +486,7 @@ def as_json(task: Task, result: Result) -> dict[str, Any]:
     ]
     return {
         "recipe": task.config.run.name,
-        "hardware": task.hardware.name,
+        "hardware": hardware_of(task.start).name,
         "cap_bytes": task.cap,
         "fits": result.fits,
         "plans": result.tried,

@@ -280,7 +280,7 @@ def bound(rank: int) -> tuple[int, int]:
         training.model(training.x)
     training.model(training.x).float().square().mean().backward()
     peak = torch.cuda.max_memory_allocated() - resting
-    unit = max(unit.full_bytes for unit in training.ctx.units)
+    unit = max(sum(group.total_bytes for group in unit.groups if not group.whole) for unit in training.ctx.units)
     received = unit // 2  # what a reduction writes on 2 ranks before it is added
     gradients = sum(4 * len(shard.detach()) for shard in training.model.parameters())
     return peak, 2 * unit + 2 * unit + received + gradients + 2 * HALVES * HALF

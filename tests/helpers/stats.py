@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from hocket.fsdp.planned.model import PlannedModel
+from hocket.fsdp.planned.unit import PlannedUnit
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,11 @@ class Stats:
     """Main weights, copies held whole, current gradients and their sums."""
 
 
+def sum_bytes(unit: PlannedUnit) -> int:
+    """Bytes of a step's whole gradients, if separate from the gradients at rest."""
+    return 0 if unit._sum is None or unit._sum is unit.group.grads.flat else unit._sum.nbytes
+
+
 def stats_of(model: PlannedModel) -> Stats:
     gather = [model.groups.gather_dense, model.groups.gather_experts]
     reduce = [model.groups.reduce_dense, model.groups.reduce_experts]
@@ -30,6 +36,6 @@ def stats_of(model: PlannedModel) -> Stats:
         reduced_bytes=sum(group.sent_bytes for group in (*reduce, model.groups.replicas)),
         weight_slot_bytes=sum(slots.nbytes for slots in model.weight_slots.values()),
         grad_slot_bytes=sum(slots.nbytes for slots in model.grad_slots.values()),
-        shard_bytes=sum(unit.group.nbytes + unit.sum_bytes for unit in model.units.values())
+        shard_bytes=sum(unit.group.nbytes + sum_bytes(unit) for unit in model.units.values())
         + sum(fp8.nbytes for fp8 in model._fp8),
     )

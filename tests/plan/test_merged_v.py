@@ -71,13 +71,3 @@ def test_the_bubble_is_shorter_than_that_of_interleaved_1f1b() -> None:
         work = 2 * sum(TRANSFORMER) * microbatches
         assert work < v.makespan
         assert v.makespan - work < 0.85 * (usual.makespan - work), (pp, microbatches)
-
-
-def test_too_few_microbatches_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"merged_v needs 2 \* pp = 8 microbatches or more, got 7"):
-        merged_v(4, 7)
-    with pytest.raises(ValueError, match=r"needs overlap\.ep\.merge=on"):
-        build_program(
-            Layout(("dense",) * 4, pp=2, chunks=2, turning=True), 4,
-            planned(order="merged_v", chunks=2, merge="off"), Sharding(),
-        )  # fmt: skip

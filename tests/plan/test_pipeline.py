@@ -122,10 +122,3 @@ def test_groups_differ_by_one_at_most() -> None:
     assert groups(8, 4) == [4, 4]
     assert groups(9, 4) == [5, 4]
     assert groups(3, 4) == [3]
-
-
-def test_impossible_orders_say_why() -> None:
-    with pytest.raises(ValueError, match="group=2 is smaller than pp=4"):
-        one_f_one_b(4, 2, 8, group=2)
-    with pytest.raises(ValueError, match="microbatches must be at least 1"):
-        one_f_one_b(1, 1, 0)

@@ -15,7 +15,7 @@ from hocket.config import Strategy
 from hocket.config.schema import changed
 from hocket.planning import predict, program_of
 from hocket.predict.cost import CostTable
-from hocket.predict.hardware import HARDWARE
+from hocket.predict.hardware import hardware_of
 from hocket.predict.simulate import CostKey, OpCost
 from hocket.program.ops import Layout, Program
 from hocket.resolve import Settings
@@ -42,8 +42,7 @@ SMALL = ["--model.layers", "4", "--model.dense_layers", "0"]
 
 def task(name: str, *flags: str, **changes: Any) -> tuner.Task:
     options, origins = parse(Plan, "plan", [name, *flags])
-    hardware = HARDWARE["laptop" if name == "tiny" else "h200"]
-    return tuner.Task(config=options.config, origins=origins, resolve=resolve_for_plan, hardware=hardware, **changes)
+    return tuner.Task(config=options.config, origins=origins, resolve=resolve_for_plan, **changes)
 
 
 def test_report_of_a_recipe(pytestconfig: pytest.Config) -> None:
@@ -65,7 +64,7 @@ def test_the_words_give_the_plan_that_was_found() -> None:
     options, origins = parse(Plan, "plan", words)
     settings = resolve_for_plan(options.config, origins)
     assert "plan.chunks" not in last.changes
-    assert predict(settings, program_of(settings), wanted.hardware).makespan == last.seconds
+    assert predict(settings, program_of(settings), hardware_of(settings)).makespan == last.seconds
     assert tuner.as_json(wanted, result)["words"] == words
 
 

@@ -175,14 +175,3 @@ def test_weight_gradients_of_a_step_follow_all_of_its_backward() -> None:
             assert verbs == sorted(verbs)  # bwd, then wgrad
             wgrads = [(op.layer, op.part) for op in mine if op.verb == "wgrad"]
             assert [layer for layer, _ in wgrads] == sorted((layer for layer, _ in wgrads), reverse=True)
-
-
-def test_settings_that_no_zero_bubble_order_has() -> None:
-    layout = Layout(("dense",) * 4, pp=2)
-    for plan, words in (
-        (planned(order="zb_v", merge="off"), "has plan.chunks=2 chunks per rank, got 1"),
-        (planned(order="zb_h1", merge="on"), "it needs overlap.ep.merge=off"),
-        (planned(order="zb_h1", merge="off", defer_wgrad="off"), "got off and off"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            build_program(layout, 4, plan, Sharding())

@@ -107,7 +107,8 @@ def train(rank: int, mesh: Mesh, steps: int, scale: str, bad: int = -1) -> list[
         if step == bad:
             grads["layers.0.attn.wq"] = torch.full_like(grads["layers.0.attn.wq"], torch.inf)
         add_grads(model, grads)
-        optimizer.step(LR)
+        optimizer.judge(LR)
+        optimizer.apply()
     assert not any(unit.group.grads.nbytes for unit in model.units.values())
     assert set(optimizer.momenta).isdisjoint(optimizer.state)
     pieces = [*(state.piece for state in optimizer.state.values()), *(piece for piece, _ in optimizer.momenta.values())]

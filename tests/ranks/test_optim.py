@@ -68,7 +68,8 @@ def _train(rank, mesh, steps, averages=torch.float32, later=False, decays=OPTION
         for name in (n for n in grads if ".experts." in n):
             grads[name] = rank_grads(10 * i + rank - rank % mesh.ep, name, mesh.ep)
         add_grads(model, grads)
-        norms.append(optimizer.step(OPTIONS.lr * (i + 1), later=later).item())
+        norms.append(optimizer.judge(OPTIONS.lr * (i + 1)).item())
+        optimizer.apply(later)
         optimizer.catch_up()
     assert optimizer.steps == steps
     assert {s.exp_avg.dtype for s in optimizer.state.values()} == {averages}
@@ -123,11 +124,13 @@ def _resume(rank, mesh, averages):
     options = replace(OPTIONS, averages=averages)
     first = PlannedAdamW(model, groups.control, options)
     add_grads(model, tensors(rank))
-    first.step()
+    first.judge()
+    first.apply()
     weights = {name: state.piece.main.clone() for name, state in first.state.items()}
     moments = {name: (state.exp_avg.clone(), state.exp_avg_sq.clone()) for name, state in first.state.items()}
     add_grads(model, tensors(10 + rank))
-    first.step()
+    first.judge()
+    first.apply()
     expected = {name: state.piece.main.clone() for name, state in first.state.items()}
     second = PlannedAdamW(model, groups.control, options)
     for name, state in second.state.items():
@@ -136,7 +139,8 @@ def _resume(rank, mesh, averages):
         state.exp_avg_sq.copy_(moments[name][1])
     second.steps = 1
     add_grads(model, tensors(10 + rank))
-    second.step()
+    second.judge()
+    second.apply()
     assert all(torch.equal(state.piece.main, expected[name]) for name, state in second.state.items())
     return len(expected)
 
@@ -159,7 +163,8 @@ def _tiny(rank, world):
     view.fill_(1.0)
     unit.zero_missing(0, unit.weights)
     unit.reduce(0).wait()
-    norm = optimizer.step()
+    norm = optimizer.judge()
+    optimizer.apply()
     assert norm.item() == pytest.approx(3**0.5)
     unit.gather(0).wait()
     assert torch.allclose(unit.weights[0].tensor(), torch.full((3,), 0.9))
@@ -184,5 +189,6 @@ def test_without_communication_a_step_stays_finite():
     unit.release()
     optimizer = PlannedAdamW(model, groups.control, OPTIONS)
     add_grads(model, tensors(2))
-    assert optimizer.step().isfinite()
+    assert optimizer.judge().isfinite()
+    optimizer.apply()
     model.assert_clean()

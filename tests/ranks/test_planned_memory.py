@@ -18,7 +18,7 @@ from hocket.program.values import unit_moved, unit_written
 from hocket.runtime.comm import make_groups
 from tests.helpers.parity import config
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stats import stats_of
+from tests.helpers.stats import stats_of, sum_bytes
 from tests.reference import random_batches
 
 PADDING = 0.01
@@ -37,7 +37,7 @@ def bytes_of(rank: int, c: Config) -> dict[str, tuple[int, int]]:
     units = engine.sharded.units.values()
 
     def apply(**how: Any) -> None:
-        gradients.append(sum(unit.group.grads.nbytes + unit.sum_bytes for unit in units))
+        gradients.append(sum(unit.group.grads.nbytes + sum_bytes(unit) for unit in units))
         finish(**how)
 
     engine.optimizer.apply = apply  # type: ignore[method-assign]

@@ -391,15 +391,8 @@ class PlannedAdamW:
         ]
 
     @torch.no_grad()
-    def step(self, lr: float | None = None, later: bool = False) -> Tensor:
-        """`judge`, then `apply`. Returns the norm before clipping."""
-        norm = self.judge(lr)
-        self.apply(later)
-        return norm
-
-    @torch.no_grad()
     def judge(self, lr: float | None = None) -> Tensor:
-        """Returns the norm of all gradients, fp64; `guard.skipped` tells whether the step is skipped."""
+        """The norm of all gradients before clipping, fp64; `guard.skipped` tells whether the step is skipped."""
         self.catch_up()
         norm = self.grad_norm()
         self._judge(norm, self._verdict.lr if lr is None else lr)

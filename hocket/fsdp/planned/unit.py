@@ -297,11 +297,6 @@ class PlannedUnit:
             return kept
         return torch.empty(self.group.layout.total, dtype=kept.dtype, device=kept.device)
 
-    @property
-    def sum_bytes(self) -> int:
-        """Bytes of the sum, if separate from the gradients at rest."""
-        return 0 if self._sum is None or self._sum is self.group.grads.flat else self._sum.nbytes
-
     def reduce(self, slot: int, last: bool = False) -> Pending:
         """Reduce-scatter the gradients in a slot, divided, and add them to this step's. Frees the slot after the wait.
 
