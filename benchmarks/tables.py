@@ -79,7 +79,7 @@ from hocket_trace.picture import svg
 DOCS = (ROOT / "README.md", ROOT / "hocket_trace" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 TRAINED = (
     "llama3_8b", "experts", "experts_balanced", "experts_6", "experts_6_fp8", "dense_peer", "dense_peer_2", "dense_fp8",
-    "experts_peer", "whole_experts?", "whole_8b?", "whole_8b_8192?", "whole_8b_65536?", "whole_8b_fp8?",
+    "experts_6_late?", "experts_peer", "whole_experts?", "whole_8b?", "whole_8b_8192?", "whole_8b_65536?", "whole_8b_fp8?",
 )  # fmt: skip
 """Runs of some hundred steps with results, or a question mark."""
 PICTURES = {
@@ -138,6 +138,25 @@ def explain_scaling(result: Result) -> str:
         for row in result["rows"]
     ]
     return table(["configuration", "ranks", "resolve", "explain", "both"], rows)
+
+
+def choices(result: Result) -> str:
+    """Cases in which two trees choose differently, and how long this one's step is beside the other's."""
+    rows = [
+        [row["words"], "; ".join(f"{name} {a} -> {b}" for name, (a, b) in row["other"].items()), f"{row['ratio']:.3f}"]
+        for row in result["rows"]
+        if row.get("ratio")
+    ]
+    return table(["plan", "choice before -> now", "predicted step now / before"], rows)
+
+
+def shard_layouts(result: Result) -> str:
+    """Gathers and reductions of flat units beside those of their parameters' pieces: device, then host, in µs."""
+    rows = []
+    for name, found in result["units"].items():
+        times = [found[f"{what}, {layout}"] for what in ("gather", "reduce") for layout in ("flat", "pieces")]
+        rows.append([name, *(f"{1e6 * one['device']:,.0f} / {1e6 * one['host']:,.0f}" for one in times)])
+    return table(["unit, transport", "gather, flat", "gather, pieces", "reduce, flat", "reduce, pieces"], rows)
 
 
 def trace_reading(result: Result) -> str:
@@ -239,6 +258,8 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "saves": ("saves", saves),
     "saves_memory": ("saves_memory", saves),
     **{name: (name, before_and_after) for name in ("before_after", "before_after_one", "before_after_late")},
+    "choices": ("choices", choices),
+    "shard_layouts": ("shard_layouts", shard_layouts),
 }
 """Table -> the result files it is made from (none: predicted; with a question mark: if they are there), its maker.
 

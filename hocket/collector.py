@@ -3,7 +3,7 @@
 Note: [Garbage waits for all ranks]
 The collector starts when it has counted enough new objects: in the middle of a step, on every rank at another time,
 and walks through all objects that there are. Where the host is just ahead of its GPU, the GPU then waits, and all
-other ranks for it. A step leaves no cycles of objects behind that hold tensors (`tests/ranks/test_collection.py`), so
+other ranks for it. A step leaves no cycles of objects that hold tensors (`tests/ranks/test_collection.py`), so
 the collector can wait, and run on all ranks at once.
 """
 

@@ -81,7 +81,7 @@ class PlannedStep:
 
     @property
     def engine(self) -> Engine:
-        """What runs the step. Raises ValueError behind `close`."""
+        """What runs the step. Raises ValueError after `close`."""
         if self._engine is None:
             raise ValueError("step: it is closed; fix: plan it again")
         return self._engine

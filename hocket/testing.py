@@ -227,7 +227,7 @@ def _kind(word: str) -> Kind:
 def profile_overlap(keep: Path | None = None, plan: Mapping[str, Any] | None = None) -> Iterator[Overlap]:
     """Profile the block on this rank's CPU and GPU, and tell which of its collectives ran beside compute.
 
-    Work that was launched before is waited for first, and the block's own before it ends. The answers are there behind
+    Work that was launched before is waited for first, and the block's own before it ends. The answers are there after
     the block. The trace is written to `keep`, if given, for a look at it when an assertion fails. `plan` tells what the
     ops are that the block names, if it names some (`hocket_trace/parse.py`). On a CPU the transfers of gloo are seen,
     and compute is what torch computes meanwhile.

@@ -33,7 +33,7 @@ from hocket.runtime.transports import exchange_flat, gather_flat, reduce_scatter
 # Models call attention by a name in transformers' `AttentionInterface`, and hand it whatever keywords they were called
 # with. So what ranks share of a batch travels as a keyword, through recomputation as well, and no module is changed.
 #
-# Note: [Gathers behind attention of other heads]
+# Note: [Gathers under attention of other heads]
 # Keys and values are gathered in as many parts of heads as `PARTS` says. All gathers start before the first attention,
 # so the later ones run beside it. In backward autograd runs what was made last first: attention of the last part, the
 # start of its sum over ranks, attention of the part before, and waits for sums at the very end, for `_Start` came
@@ -158,7 +158,7 @@ def attend_shared(
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, shared: SharedBatch, window: int, scale: float | None) -> Tensor:
-    """Keys and values of all ranks, for the rank's own queries. See Note: [Gathers behind attention of other heads]."""
+    """Keys and values of all ranks, for the rank's own queries. See Note: [Gathers under attention of other heads]."""
     parts = PARTS if k.shape[1] % PARTS == 0 else 1
     widths = [k.shape[-1], v.shape[-1]]
     ends = [_Exchanged(shared.group) for _ in range(parts)]

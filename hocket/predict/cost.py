@@ -460,7 +460,7 @@ def costs_of(config: Config, hardware: Hardware, documents: Lengths = (), sizes:
 def _sum_over_replicas(table: dict[CostKey, OpCost], config: Config, hardware: Hardware) -> None:
     """Add what sums a step's gradients over replicas of the weights, in fp32.
 
-    That is once a step, behind the reduces of the last microbatch. Here every microbatch's has its share, so what a
+    That is once a step, after the reduces of the last microbatch. Here every microbatch's has its share, so what a
     step's end has of it is underrated.
     """
     link, replicas = hardware.link("replicas"), config.mesh.replicas

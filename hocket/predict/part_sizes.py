@@ -467,7 +467,7 @@ def dispatch(s: Shapes) -> PartSize:
 
 
 def experts(s: Shapes) -> PartSize:
-    """Rows are copied into grouped order, and out of it. With a bias behind the second product a rank keeps what its
+    """Rows are copied into grouped order, and out of it. With a bias after the second product a rank keeps what its
     experts make, for gradients of the weights of choices.
     """
     m, copies, f, ep = s.model, s.copies, s.formulas, s.layout.ep
@@ -554,7 +554,7 @@ def ranks_per_token(model: ModelConfig, ep: int) -> float:
 
 
 def label_bytes(top_k: int) -> int:
-    """Bytes that a row sent once per rank has behind its hidden state (`layers/rows.py`): a place, int32, and a
+    """Bytes that a row sent once per rank has after its hidden state (`layers/rows.py`): a place, int32, and a
     weight, fp32, for each choice, padded so that rows stay aligned.
     """
     return -(-8 * top_k // 64) * 64

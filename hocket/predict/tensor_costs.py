@@ -110,7 +110,7 @@ def seconds(cell: Cell, method: Method, splits: int, hardware: Hardware) -> floa
     collective = hardware.links["tp"].seconds(missing / (PAIR if cell.ranks == 2 and hardware.processors else 1.0))
     if method == "off":
         return alone + collective * (2 if cell.gathers_again else 1) + gradient
-    # The sum is behind the gather on the same link. Where there are no copies, that is a collective, too.
+    # The sum is after the gather on the same link. Where there are no copies, that is a collective, too.
     return max(alone, min(collective, _copies(cell, hardware))) + collective + gradient
 
 

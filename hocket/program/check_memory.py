@@ -303,7 +303,7 @@ def gradients_in_order(facts: Facts) -> Iterator[Violation]:
             latest[unit] = i
             if op.verb == "add":
                 sums[unit] = i
-            elif sums.pop(unit, None) is not None:  # that it comes behind the latest add was asked above
+            elif sums.pop(unit, None) is not None:  # that it comes after the latest add was asked above
                 ended[unit] = i
     for p in sums.values():
         yield facts.fail(12, f"what {facts.show(p)} added up is never reduced", p)

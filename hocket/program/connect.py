@@ -200,13 +200,13 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
             if unit_moved(op) in updated:
                 need.append(updated[unit_moved(op)])
             gathered[unit_moved(op)] = i
-        elif verb == "update":  # that new gradients come behind it follows: wgrads come behind what reads the weights
+        elif verb == "update":  # that new gradients come after it follows: wgrads come after what reads the weights
             updated[unit_moved(op)], need = i, [there["scatter", part, chunk, layer]] if slot >= 0 else []
         elif verb == "release":
             need.append(last_reader[unit_moved(op)])
             released[part, slot] = i
         elif verb in ("add", "reduce"):
-            # That a reduce comes behind its unit's adds follows: they are on this lane too, before that gradient.
+            # That a reduce comes after its unit's adds follows: they are on this lane too, before that gradient.
             need.append(written[unit_moved(op), microbatch])
             slot_read[part, slot] = i
             reduced = i if part == EMBED.unit else reduced

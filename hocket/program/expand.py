@@ -28,7 +28,7 @@ def expand(
     Pairs forward layer i with backward layer L - 1 - i; where one chunk is longer, its remaining layers run alone. Two
     forwards, or two backwards, run through the same layers, and one gather serves both. The head's backward comes
     first, its forward and the embedding's backward last: they hide the sends. A step of weight gradients has those of
-    all layers, in the order of backward. Without `defer` those of two backwards stand behind their input gradients.
+    all layers, in the order of backward. Without `defer` those of two backwards stand after their input gradients.
     """
     if step.wgrad:
         return [
@@ -86,7 +86,7 @@ def ops_of(token: Token, item: Item, layer: int, layout: Layout) -> StepOps:
 
     A recomputation stands right ahead of its backward. It waits for no gradient, so it runs while one is on its way. If
     it communicates it stands ahead of the layer's backward, which it runs beside; if it computes what a reader does not
-    keep, ahead of that one's. A weight gradient that cannot wait stands right behind it.
+    keep, ahead of that one's. A weight gradient that cannot wait stands right after it.
     """
     (verb, letter), kind = token, layout.type_of(layer)
     part = kind.with_letter(letter)
@@ -118,11 +118,11 @@ def _early_ops(item: Item, layer: int, layout: Layout) -> StepOps:
 def insert_p2p(
     per_step: list[StepOps], steps: tuple[Step, ...], layout: Layout, rank: int, ahead: int = 1
 ) -> list[StepOps]:
-    """Insert sends behind the ops that make what is sent, and receives ahead of their readers.
+    """Insert sends after the ops that make what is sent, and receives ahead of their readers.
 
-    The receive for an item stands right behind the send of the item before it in its direction, or with `ahead` two
+    The receive for an item stands right after the send of the item before it in its direction, or with `ahead` two
     behind the one before that, as a step of two items needs it; but at most `ahead + 1` steps before its reader. The
-    first forward's are at the start, the first backward's behind the last forward before it. Its wait is wherever its
+    first forward's are at the start, the first backward's after the last forward before it. Its wait is wherever its
     value is first read: that falls out of the dependencies.
     """
     if layout.pp == 1:
@@ -180,8 +180,8 @@ def defer_past_send(ops: StepOps, layout: Layout, layers: int, parts: str) -> St
     """Move the weight gradients of the last `layers` backward layers behind the step's sends, all others ahead of them.
 
     `parts` is `all` for those of all parts; else it is those of the layers' first parts alone. They then run while
-    the gradient travels and the next one is awaited; the head's forward stays behind them, unless it is what reads the
-    received activation, because its stage has no layers: what is received next is posted behind it. A step that sends
+    the gradient travels and the next one is awaited; the head's forward stays after them, unless it is what reads the
+    received activation, because its stage has no layers: what is received next is posted after it. A step that sends
     nothing is left as it is; an activation alone is a p2p transfer to hide as well.
     """
     if not any(op.verb == "send" for op in ops):
@@ -215,7 +215,7 @@ def _ahead_of_send(ops: StepOps) -> StepOps:
 
 
 def defer_head(per_step: list[StepOps], count: int) -> list[StepOps]:
-    """Move the head's weight gradients of the last `count` microbatches, -1 for all, behind everything else of a rank.
+    """Move the head's weight gradients of the last `count` microbatches, -1 for all, after everything else of a rank.
 
     In front of them nobody waits: the gradient that goes back through the pipeline leaves earlier, and the rank, which
     is done before the others, adds up what is left while they finish. The last ones it is, so that gradients are still

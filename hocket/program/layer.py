@@ -54,7 +54,7 @@ MERGED: dict[str, tuple[Token, ...]] = {
 """Orders of a merged layer step.
 
 `literature` is the order that published systems use. `early_release` runs the attention backward earlier, so
-that its activations are freed sooner. `wgrad_last` moves the experts' weight gradient behind the attention
+that its activations are freed sooner. `wgrad_last` moves the experts' weight gradient after the attention
 backward, under combine: the best order when all-to-alls take longer than attention.
 """
 
@@ -97,7 +97,7 @@ FULL = moe(ep=2)
 
 
 def chains(kind: LayerKind) -> tuple[list[str], ...]:
-    """What of one layer runs behind what, as words of a template."""
+    """What of one layer runs after what, as words of a template."""
     forward = [f"{part.letter}F" for part in kind.parts]
     backward = [f"{part.letter}B" for part in reversed(kind.parts) if not part.early]
     early = [f"{part.letter}B" for part in kind.parts if part.early]  # of the layer that comes next
@@ -166,7 +166,7 @@ def _largest(layout: Layout) -> LayerKind:
 
 
 def _serves(kind: LayerKind, other: LayerKind) -> bool:
-    """Whether an order for one kind holds all ops of another, each behind what it reads."""
+    """Whether an order for one kind holds all ops of another, each after what it reads."""
     roles = {part.letter: part for part in kind.parts}
     letters = [part.letter for part in other.parts]
     return [letter for letter in roles if letter in letters] == letters and all(
@@ -178,8 +178,8 @@ def _serves(kind: LayerKind, other: LayerKind) -> bool:
 def woven(kind: LayerKind) -> tuple[Token, ...]:
     """An order of a merged layer step for any kind of layer: a transfer of one half runs beside compute of the other.
 
-    Both halves are cut behind their transfers. Then a stretch of compute of the forward, one of the backward, the
-    transfers behind them and weight gradients alternate.
+    Both halves are cut after their transfers. Then a stretch of compute of the forward, one of the backward, the
+    transfers after them and weight gradients alternate.
     """
     forward, backward = _stretches(kind.parts), _stretches(tuple(reversed(kind.parts)))
     first: list[Part] = []
@@ -205,7 +205,7 @@ def woven(kind: LayerKind) -> tuple[Token, ...]:
 
 
 def _stretches(parts: tuple[Part, ...]) -> list[tuple[list[Part], list[Part]]]:
-    """Compute, and the transfers behind it, again and again."""
+    """Compute, and the transfers after it, again and again."""
     found: list[tuple[list[Part], list[Part]]] = [([], [])]
     for part in parts:
         if not part.communicates and found[-1][1]:
@@ -232,7 +232,7 @@ def alone_order(layout: Layout) -> tuple[Token, ...]:
 
 
 def at_once(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
-    """The same order with each weight gradient right behind its input gradient: nothing is deferred."""
+    """The same order with each weight gradient right after its input gradient: nothing is deferred."""
     return tuple(token for _, token in pair_at_once(tuple((0, token) for token in tokens)))
 
 

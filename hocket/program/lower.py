@@ -110,7 +110,7 @@ def insert_sends(draft: Draft) -> Draft:
 
 
 def defer_wgrads(draft: Draft) -> Draft:
-    """Weight gradients behind the send, to hide it."""
+    """Weight gradients after the send, to hide it."""
     if draft.config.overlap.defer_wgrad == "off":
         return draft
     layers, parts = draft.config.overlap.pp.late
@@ -166,21 +166,21 @@ PASSES: Mapping[str, Pass] = {
     "connect": connect_lanes,
     "free": free_values,
 }
-"""The chain of passes behind every training step, by name, in their order."""
+"""The chain of passes of every training step, by name, in their order."""
 FORWARD_PASSES: Mapping[str, Pass] = {
     "expand": expand_forwards, **{name: PASSES[name] for name in ("sends", "shard", "connect", "free")}
 }  # fmt: skip
 """That of a validation."""
 
 
-def inserted(behind: str, *more: Pass, passes: Mapping[str, Pass] = PASSES) -> dict[str, Pass]:
-    """A chain of passes with more of them behind the one named `behind`. Raises ValueError if there is none."""
-    if behind not in passes:
-        raise ValueError(f"there is no pass {behind!r}; there are {', '.join(passes)}")
+def inserted(after: str, *more: Pass, passes: Mapping[str, Pass] = PASSES) -> dict[str, Pass]:
+    """A chain of passes with more of them after the one named `after`. Raises ValueError if there is none."""
+    if after not in passes:
+        raise ValueError(f"there is no pass {after!r}; there are {', '.join(passes)}")
     chain: dict[str, Pass] = {}
     for name, one in passes.items():
         chain[name] = one
-        if name == behind:
+        if name == after:
             chain |= {extra.__name__: extra for extra in more}
     return chain
 

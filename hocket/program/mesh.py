@@ -131,7 +131,7 @@ class Mesh(MeshConfig):
         return tuple((p, (p + 1) % self.pp) for p in range(self.pp)) if self.pp > 1 else ()
 
     def goes_back(self, ranks: tuple[int, ...]) -> bool:
-        """Whether a pipeline group joins its ranks against their order, behind the turn."""
+        """Whether a pipeline group joins its ranks against their order, after the turn."""
         sender, receiver = (self.coordinates(rank).pp for rank in ranks)
         return self.turning and receiver < sender
 

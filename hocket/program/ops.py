@@ -210,7 +210,7 @@ class Layout:
         return self.owner(stage - 1) if stage else None
 
     def behind(self, rank: int, chunk: int) -> tuple[int, int] | None:
-        """(rank, chunk) of the stage behind a chunk's; None for the last."""
+        """(rank, chunk) of the stage after a chunk's; None for the last."""
         stage = self.stage(rank, chunk) + 1
         return self.owner(stage) if stage < self.stages else None
 

@@ -56,9 +56,9 @@ class Part:
     outputs: tuple[str, ...] = ()
     """Names of its outputs, if there are several; `_` is that of one that is always None, which nothing reads."""
     takes: tuple[str, ...] = ()
-    """State of the layer and microbatch that its function takes behind its inputs: `documents`, `routing`, `splits`."""
+    """State of the layer and microbatch that its function takes after its inputs: `documents`, `routing`, `splits`."""
     makes: tuple[str, ...] = ()
-    """State that its function returns behind its outputs. It has no gradient."""
+    """State that its function returns after its outputs. It has no gradient."""
     lane: str = "compute"
     purpose: Purpose | None = None
     """What the groups are for that it communicates on; None for a part that computes."""
@@ -70,7 +70,7 @@ class Part:
     """The class of units that holds its weights."""
     backward_reads_weights: bool = True
     deferrable: bool = True
-    """Whether its weight gradient may run later than right behind its input gradient."""
+    """Whether its weight gradient may run later than right after its input gradient."""
     recomputable: bool = False
     """Whether it may run forward once more for its backward, since it keeps more than it reads."""
     lends: bool = False

@@ -105,7 +105,7 @@ class Sharded:
 
 
 Inserted = dict[int, list[Op]]
-"""By position: ops that come in front of, or behind, the one there."""
+"""By position: ops that come in front of, or after, the one there."""
 Spans = dict[tuple[UnitName, int], tuple[int, int]]
 """(unit, microbatch) -> positions of its first and last weight gradient."""
 
@@ -214,7 +214,7 @@ _BEGIN: tuple[tuple[int, Verb], ...] = ((0, "collect"), (1, "collect"), (0, "ort
 
 
 def put_in(ops: Sequence[Op], before: Mapping[int, list[Op]], behind: Mapping[int, list[Op]]) -> Iterator[Op]:
-    """The ops with more of them in front of, and behind, those at some positions."""
+    """The ops with more of them in front of, and after, those at some positions."""
     for i, op in enumerate(ops):
         yield from before.get(i, ())
         yield op
@@ -325,7 +325,7 @@ def _reduce(
     slots: Mapping[str, int],
     behind: dict[int, list[Op]],
 ) -> list[Op]:
-    """Give every weight gradient its slot and insert a reduce, or an add, behind the last one of a unit and microbatch.
+    """Give every weight gradient its slot and insert a reduce, or an add, after the last one of a unit and microbatch.
 
     See Note: [Gradients that stay whole].
     """

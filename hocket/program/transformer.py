@@ -131,7 +131,7 @@ def moe(
 
 
 STANDARD = ("dense", "moe")
-"""Names of the kinds of layers described here. With `_window` or `_delta` behind them they are those of layers with a
+"""Names of the kinds of layers described here. With `_window` or `_delta` after them they are those of layers with a
 window, or with a gated delta net in place of attention."""
 
 

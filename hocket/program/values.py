@@ -19,12 +19,12 @@ Note: [What an update has read is the compute lane's]
 An update takes the gradients that the step before has left at rest, and what it hands over, its value, is their memory:
 of the compute lane, whose first weight gradient made it (`fsdp/planned/unit.py`). Nobody looks the value up, but the
 update itself has read it, on its own lane. So it is its own reader, and the compute lane drops it when it is known to
-come behind: with the first forward of the unit at the latest, which comes behind the update of its weights anyway.
+come after: with the first forward of the unit at the latest, which comes after the update of its weights anyway.
 
 Note: [What is offloaded is the compute lane's]
 A forward leaves what it keeps to its segment, and offload copies it to the host's memory on a lane of its own. Then
 the tensors themselves are offload's value, in memory of the compute lane: nobody looks it up, but offload itself has
-read it. So the compute lane drops it when it is known to come behind the copy. What reload brings back is memory of the
+read it. So the compute lane drops it when it is known to come after the copy. What reload brings back is memory of the
 compute lane too, else it would stay until the next reload. It is free by then, since a reload waits for the compute op
 in front of it. Backward reads it, and the weight gradient, which still refers to it.
 """

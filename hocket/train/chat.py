@@ -1,4 +1,4 @@
-"""Rows that are learnt in part: an answer behind its prompt, and what an assistant says in a chat.
+"""Rows that are learnt in part: an answer after its prompt, and what an assistant says in a chat.
 
 Note: [What of a chat is learnt]
 A chat template writes messages as one text. What the template has in `{% generation %}` is learnt, where it has such a

@@ -109,7 +109,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def delete_old(checkpoints: Path, train: TrainConfig) -> None:
-    """Delete the checkpoints that are not to be kept, behind a save that went well. Runs on rank 0.
+    """Delete the checkpoints that are not to be kept, after a save that went well. Runs on rank 0.
 
     What the file system refuses is no error: the next save tries again.
     """
@@ -401,7 +401,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
-    """Rename the checkpoints of an earlier run in this folder, or those behind the one that was loaded."""
+    """Rename the checkpoints of an earlier run in this folder, or those after the one that was loaded."""
     folder = checkpoints_of(settings)
     there = newest_first(folder)
     # A checkpoint of this run may be a link to where somebody has moved it, and `run.resume` may be a link to it.
@@ -470,7 +470,7 @@ def _most(train: TrainConfig) -> int:
 def require_memory(settings: Settings, offloaded: int, copies: int, available: int) -> str:
     """Refuse what a host's ranks have no memory for, of which `available` bytes are left.
 
-    `offloaded` and `copies` are the bytes of this rank: what steps offload, and copies of what is saved behind steps.
+    `offloaded` and `copies` are the bytes of this rank: what steps offload, and copies of what is being saved.
     Returns a remark where the host has no memory for the copies, the same on every rank: then there must be none.
     Raises ValueError, on every rank, where it has none for what is offloaded.
     """

@@ -84,7 +84,7 @@ class Split(NamedTuple):
     """Of one dimension; a read-only memory map of unsigned integers."""
     bounds: np.ndarray
     """Where whole documents begin in `tokens`, and where the last of them ends, ascending int64. What is before the
-    first of them, or behind the last, is a part of one."""
+    first of them, or after the last, is a part of one."""
     masked: np.ndarray
     """Tokens that are read and not learnt: int64 [ranges, 2] of (first, end), ascending and apart."""
 
@@ -123,7 +123,7 @@ class Corpus:
     empty: int = 0
     """Rows without text that were left out."""
     held: Corpus | None = None
-    """The text that `data.validation` names. Without it validation has the tokens behind those for training."""
+    """The text that `data.validation` names. Without it validation has the tokens after those for training."""
 
     @cached_property
     def train(self) -> Split:

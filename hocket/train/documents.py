@@ -32,7 +32,7 @@ class Marked:
     learnt: tuple[tuple[int, int], ...]
     """Ranges of its characters."""
     ends: bool
-    """Whether the end of the text behind it is learnt too."""
+    """Whether the end of the text after it is learnt too."""
 
 
 Document = bytes | np.ndarray | Marked

@@ -312,7 +312,7 @@ class Metrics:
             self.say(f"{self._mark}validation loss {self.validation_loss:.4f} nats per token, {beside}")
 
     def _open(self, done: int) -> None:
-        """Continue the file of a resumed run behind step `done`; put the file of another run aside."""
+        """Continue the file of a resumed run after step `done`; put the file of another run aside."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if done and (self.path.exists() or self.settings.run.resume == "auto"):
             lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() else []

@@ -35,7 +35,7 @@ from hocket.train.signals import StopRequest
 #
 # A trace holds `hocket step 12` around an optimizer step, the ops of the plan under their names (`fwd attn m0 c1 l5`),
 # on a CPU also `wait <op>` where the host stands still for a collective, and the top-level key `hocket` that `describe`
-# makes. Everything is off again behind the recorded steps. Steps that are replayed as one CUDA graph are recorded as
+# makes. Everything is off again after the recorded steps. Steps that are replayed as one CUDA graph are recorded as
 # they run, and a replay issues no op whose name a trace could show: its kernels tell by themselves what they are for.
 
 GZIP_LEVEL = 3
@@ -130,7 +130,7 @@ train.hang_timeout is the most."""
 
 
 UNTIL_REPLAYS = graphed.WARM_UP + 2
-"""The same where steps are replayed: one is recorded behind the warm-up, and the profiler is set up in a replay."""
+"""The same where steps are replayed: one is recorded after the warm-up, and the profiler is set up in a replay."""
 
 
 def window_of(profile: tuple[int, ...], done: int, steps: int, warm_up: int = WARM_UP) -> range:
@@ -209,7 +209,7 @@ class ProfileWindow:
                 self._step.__enter__()
         except Exception as error:
             self._drop()
-            self._problem = f"was not recorded ({_first_line(error)})"  # told behind the window, with other ranks'
+            self._problem = f"was not recorded ({_first_line(error)})"  # told after the window, with other ranks'
 
     def after(self, step: int, way: Way) -> None:
         """Call after step `step`, which was made in that `way`, once its loss is known."""

@@ -59,7 +59,7 @@ class Quotas:
     """How sources share a stream. `changes` has ascending first positions, from 0 on, with the weights from there on.
 
     A weight is at least 0, and one of each change is above. Two streams with the same weights up to a position agree up
-    to there, whatever comes behind it.
+    to there, whatever comes after it.
     """
 
     def __init__(self, changes: Sequence[tuple[int, Sequence[Fraction]]], seed: int = 0) -> None:

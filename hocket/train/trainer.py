@@ -61,7 +61,7 @@ def learning_rate(step: int, train: TrainConfig) -> float:
     """Learning rate of step `step` (from 0): a linear rise over `warmup` steps, then what `train.schedule` says.
 
     The first step already has 1 / warmup of `lr`. The last step of the run has the lowest rate, and so have steps
-    behind it. A decay of n steps begins behind the last step with the whole rate: its steps are n.
+    after it. A decay of n steps begins after the last step with the whole rate: its steps are n.
     """
     if step < train.warmup:
         return train.lr * (step + 1) / train.warmup

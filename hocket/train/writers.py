@@ -29,7 +29,7 @@ class Writer(Protocol):
 
 
 class TensorBoard:
-    """Files of events in the run's folder. A resumed run hides what is behind its step."""
+    """Files of events in the run's folder. A resumed run hides what is after its step."""
 
     def __init__(self, settings: Settings, done: int) -> None:
         module = importlib.import_module("torch.utils.tensorboard")
