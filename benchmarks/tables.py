@@ -79,7 +79,8 @@ from hocket_trace.picture import svg
 DOCS = (ROOT / "README.md", ROOT / "hocket_trace" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 TRAINED = (
     "llama3_8b", "experts", "experts_balanced", "experts_6", "experts_6_fp8", "dense_peer", "dense_peer_2", "dense_fp8",
-    "experts_6_late?", "experts_peer", "whole_experts?", "whole_8b?", "whole_8b_8192?", "whole_8b_65536?", "whole_8b_fp8?",
+    "experts_6_late?", "experts_peer", "whole_experts?", "whole_8b?", "whole_8b_8192?", "whole_8b_65536?",
+    "whole_8b_fp8?",
 )  # fmt: skip
 """Runs of some hundred steps with results, or a question mark."""
 PICTURES = {
