@@ -478,8 +478,14 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
 
 def _late(c: Config, trials: Trials, way: Changes) -> dict[int, float]:
     """Numbers of the head's weight gradients, and what a step takes with them: see Note: [The end of a step]."""
-    count = trials.step(changed(c, way)).microbatches
-    return {heads: trials.step(changed(c, {**way, _HEADS: heads})).seconds for heads in range(count + 1)}
+    count, tried = trials.step(changed(c, way)).microbatches, dict[int, float]()
+
+    def seconds(heads: int) -> float:
+        return tried.setdefault(heads, trials.step(changed(c, {**way, _HEADS: heads})).seconds)
+
+    some = min((0, count // 2, count), key=seconds)
+    _least(some, lambda heads: seconds(heads) <= _EQUAL * tried[some])
+    return tried
 
 
 def suiting(tried: Mapping[int, float]) -> int:
