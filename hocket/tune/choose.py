@@ -483,8 +483,9 @@ def _late(c: Config, trials: Trials, way: Changes) -> dict[int, float]:
     def seconds(heads: int) -> float:
         return tried.setdefault(heads, trials.step(changed(c, {**way, _HEADS: heads})).seconds)
 
-    some = min((0, count // 2, count), key=seconds)
-    _least(some, lambda heads: seconds(heads) <= _EQUAL * tried[some])
+    best = min((0, *(2**n for n in range(count.bit_length())), count), key=seconds)
+    while near := [heads for heads in (best - 1, best + 1) if 0 <= heads <= count and heads not in tried]:
+        best = min((best, *near), key=seconds)
     return tried
 
 
