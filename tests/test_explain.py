@@ -409,4 +409,4 @@ def test_help_and_a_missing_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "--overlap.ep.merge" in out
     assert command(capsys, "explain")[0] == 2
-    assert "--from-megatron" in command(capsys, "explain", "--from-megatron", "--help")[1]
+    assert "--gpus N" in command(capsys, "explain", "--from-megatron", "--help")[1]

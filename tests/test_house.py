@@ -37,10 +37,10 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (51_922, 300),
-    "files of hocket/": (217, 3),
+    "lines of hocket/": (51_691, 300),
+    "files of hocket/": (216, 3),
     "lines of hocket_trace/": (3_712, 150),
-    "words of docs": (40_342, 1_500),
+    "words of docs": (36_033, 1_500),
     "settings": (146, 0),
     "settings outside of model.*": (78, 0),
     "rules": (120, 3),
@@ -52,7 +52,7 @@ LIMITS = {
     "files that name graphs": (24, 2),
     "files that name fp8": (19, 2),
     "files that name context parallelism": (34, 2),
-    "files that name tensor parallelism": (34, 2),
+    "files that name tensor parallelism": (33, 2),
     "files that name ring": (12, 2),
     "files that name muon": (21, 2),
     "files that name replicas (HSDP)": (23, 2),

@@ -15,7 +15,6 @@ DENSE = {"model.layers": 14, "mesh.dp": 4, "train.microbatches": 1}
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("llama3_8b", DENSE, "optim_grads", "1 microbatch takes"),
     ("llama3_8b", {**DENSE, "train.microbatches": 4}, "optim_grads", "3 microbatches take"),
-    ("llama3_8b", {**DENSE, "mesh.dp": 1}, "optim_grads_params", "one data-parallel rank"),
     ("llama3_8b", {"model.layers": 80, "mesh.dp": 4}, "optim_grads_params", "does not fit"),
     ("llama3_8b", {"model.layers": 120, "mesh.dp": 4}, "optim_grads_params", "nothing fits"),
     ("tiny", {"train.device": "cpu"}, "optim_grads_params", "not known"),

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from hocket.adapters.source import AdaptedModel
+from hocket.adapters.source import AdaptedModel, refuse
 from hocket.adapters.transformers import BLOCKS, LAYERS, windows_of
 from hocket.config import Config, ModelConfig
 from hocket.predict.cost import CostTable, costs_of
@@ -49,21 +49,30 @@ def weights_of(source: AdaptedModel, part: str, kind: str) -> int:
     return found[part]
 
 
+def heads_of(layer: nn.Module) -> tuple[int, int, int] | None:
+    """Heads of queries, heads of keys, and their width, of attention with transformers' names and hocket's sizes."""
+    attn: Any = getattr(layer, "self_attn", None)
+    width: Any = getattr(attn, "head_dim", None)
+    wide = [getattr(getattr(attn, name, None), "out_features", None) for name in ("q_proj", "k_proj")]
+    if not all(isinstance(size, int) and size > 0 for size in (width, *wide)):
+        return None
+    heads, kv_heads = (int(size or 0) // width for size in wide)
+    return (heads, kv_heads, width) if kv_heads and heads % kv_heads == 0 and width % 2 == 0 else None
+
+
 def sizes_of(source: AdaptedModel, top_k: int) -> ModelConfig:
     """The sizes by which settings are checked and chosen. Widths that nothing says are those of as many weights."""
+    if not source.layers:
+        raise refuse(source.model, "it has no layers", "a model of one layer at least")
     d, kinds = source.hidden, source.kinds()
 
     def width(weights: float) -> int:
         return max(8, 8 * round(weights / d / 8))
 
-    attn: Any = getattr(source.layers[0], "self_attn", None)
-    known = all(hasattr(attn, name) for name in ("q_proj", "k_proj", "head_dim"))
-    if known and attn.head_dim % 2 == 0:  # an odd width has no rotary positions, and hocket's own heads have
-        n = attn.head_dim
-        heads, kv_heads = (projection.out_features // n for projection in (attn.q_proj, attn.k_proj))
-    else:
-        routers = d * source.experts if kinds[0] == "moe" else 0
-        heads, kv_heads, n = 1, 1, width((weights_of(source, "attn", kinds[0]) - routers) / 4)
+    routers = d * source.experts if kinds[0] == "moe" else 0
+    heads, kv_heads, n = heads_of(source.layers[0]) or (
+        1, 1, width((weights_of(source, "attn", kinds[0]) - routers) / 4),
+    )  # fmt: skip
     ffn = width(weights_of(source, "mlp", "dense") / 3) if "dense" in kinds else 8
     experts = width(weights_of(source, "experts", "moe") / (3 * source.experts)) if source.experts else 8
     return ModelConfig(

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 GENERATE = Parser(
     "generate", "Print what the model of a run's newest checkpoint, or of a published model, goes on with."
 )
-GENERATE.add_argument("model", metavar="RUN", help="the folder of a run, of a checkpoint, or of a published model")
+GENERATE.add_argument(
+    "model", metavar="RUN", type=some, help="the folder of a run, of a checkpoint, or of a published model"
+)
 GENERATE.add_argument("--prompt", required=True, type=some, metavar="TEXT", help="the text to go on with")
 GENERATE.add_argument("--tokens", type=within(int, 1, 1e9), default=100, metavar="N", help="the most tokens")
 GENERATE.add_argument(

@@ -80,6 +80,8 @@ class Parser(ArgumentParser):
     def read(self, words: Sequence[str]) -> Namespace:
         """What words say. The value of a flag may begin with dashes. Raises ValueError for what the user can mend."""
         joined, left, seen = list[str](), list(words), set[str]()
+        if {"-h", "--help"} & set(words):
+            left = ["--help"]
         while left:
             word = left.pop(0)
             action = self._option_string_actions.get(word.partition("=")[0])

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hocket.commands.options import Parser, write
+from hocket.commands.options import Parser, some, write
 from hocket.config.rule import show
 from hocket.train.runs import METRICS, Run, json_of, run_of, runs
 from hocket_trace.picture import COLORS, STYLE, tick
 
 PARSER = Parser("runs", "Lists the runs in folders of runs, the latest last.")
 PARSER.add_argument("folders", nargs="*", metavar="DIR", type=Path, default=[Path("runs")])
-PARSER.add_argument("--html", default="", metavar="FILE", help="writes a page with their curves")
+PARSER.add_argument("--html", default="", type=some, metavar="FILE", help="writes a page with their curves")
 COLUMNS = ("name", "recipe", "step", "loss", "when", "state")
 CURVES = {
     "loss, nats per token; held-out text: dashed": ("loss", "validation_loss"),

@@ -98,6 +98,8 @@ class Unit:
             group.make_grads = partial(self._make_grads, group)
             group.let_grads_go = partial(self._let_grads_go, group)
             group.changed_by = partial(self._train, group)
+        self.driven = False
+        """Whether hooks drive it, which know of every invocation; else the caller's own calls do."""
         self.see: Callable[[nn.Parameter], None] = lambda param: None
         """Tells a driver to watch a parameter that is trained again."""
         self._place = {m.param: (g, i) for g in self.groups for i, m in enumerate(g.members)}
@@ -299,7 +301,8 @@ class Unit:
 
     def grad_target(self, param: nn.Parameter) -> tuple[Tensor, bool]:
         """(where a gradient may be written directly, shaped like the parameter, whether to add)."""
-        self.refuse_unexpected()
+        if self.driven:
+            self.refuse_unexpected()
         group, index = self._place[param]
         if self.context.adds_up_locally(self, group):
             self.context.reductions_open = True

@@ -288,7 +288,8 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
             watch_reads(one, FSDPModule)
             for model in one.modules():
                 guard_saving(model)
-        if not manual:
+        unit.driven = not manual
+        if unit.driven:
             hooks.drive(unit)
     contexts.add(context)
     checked.clear()  # an optimizer may hold parameters just sharded

@@ -212,10 +212,14 @@ def write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], largest: in
     held, files, total = dict[str, Tensor](), list[list[str]](), 0
 
     def write() -> None:
+        file = folder / f"{len(files)}.tmp"
+        file.touch()
+        mode = file.stat().st_mode  # which the library's own file, for one user alone, takes the place of
         try:
-            save_file(held, folder / f"{len(files)}.tmp", {"format": "pt"})
+            save_file(held, file, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from None
+        file.chmod(mode)
         files.append(list(held))
         held.clear()
 

@@ -111,7 +111,6 @@ def merged_order(text: str, layout: Layout | None = None) -> tuple[Token, ...]:
     ValueError for an order that cannot run.
     """
     largest = FULL if layout is None else _largest(layout)
-    text = "literature" if text == "auto" else text
     if text in MERGED:
         return MERGED[text] if largest is FULL else woven(largest)
     if problem := order_problem(text, largest):
@@ -123,7 +122,7 @@ def order_problem(text: str, kind: LayerKind = FULL) -> str:
     """Why `text` names and spells out no order of a merged layer step that can run; empty if it does."""
     words = text.split()
     place = {word: position for position, word in enumerate(words)}
-    if text in MERGED or text == "auto":
+    if text in MERGED:
         return ""
     order = chains(kind)
     every = {word for chain in order for word in chain}

@@ -432,7 +432,7 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
     refused = {name: why for name, why in refused.items() if why is not None}
     given |= {name: DEFERRAL[name][0] for name in refused}
     # Backwards alone always have their first part after the send.
-    late = (0, "attn:1", "attn:2", 1, 2, -1) if c.overlap.ep.merge == "on" else ("attn:1", "attn:2", 1, 2, -1)
+    late = (0, "attn:1", "attn:2", -1, 1, 2) if c.overlap.ep.merge == "on" else ("attn:1", "attn:2", -1, 1, 2)
     covers = [{_LAYERS: layers} for layers in ((given[_LAYERS],) if _LAYERS in given else late)]
     memory, reasons = memory_of(c, host), {_ENDS: "", _HEADS: "the rank of the head computes until the end"}
 
@@ -449,7 +449,9 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
 
     way, reasons[_LAYERS] = deferred(given.get(_ENDS, "off"), covers)
     if _ENDS not in given:
-        paired, why = deferred("on", [cover for cover in covers if cover is covers[-1] or cover.items() <= way.items()])
+        paired, why = deferred(
+            "on", [cover for cover in covers if cover[_LAYERS] == -1 or cover.items() <= way.items()]
+        )
         better, reasons[_ENDS] = weigh(c, [way, paired], trials, worth=_FREE)
         step = trials.step(changed(c, {**paired, _HEADS: given.get(_HEADS, 0)}))
         if better is paired and memory and not step.fits(memory):

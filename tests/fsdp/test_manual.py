@@ -1,8 +1,12 @@
 """A schedule of one's own, instead of hooks: the five calls of a unit."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import hocket
 from hocket.fsdp.sharded_parameter import ShardedParameter
@@ -164,3 +168,41 @@ def submodules(rank: int) -> None:
 
 def test_unit_of_submodules():
     run_ranks(submodules, 2)
+
+
+def released_early(rank: int) -> None:
+    """Weights are released after the gradients of inputs, before those of parameters."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    twin = copy.deepcopy(layers)
+    context = hocket.fully_shard(layers, units=nn.Linear, options=hocket.ShardOptions(driver="manual"))
+    x, gradient, kept = torch.randn(4, 8), torch.ones(4, 8), []
+    twin(x).sum().backward()
+    context.begin_forward()
+    for layer in layers:
+        unit = hocket.sharding.unit_of(layer)
+        claim = unit.acquire()
+        claim.wait()
+        x = x.detach().requires_grad_()
+        kept.append((unit, x, x := layer(x)))
+        claim.release()
+    context.begin_backward()
+    for unit, given, made in reversed(kept):
+        claim = unit.acquire()
+        claim.wait()
+        (back,) = torch.autograd.grad(made, given, gradient, retain_graph=True)
+        claim.release()
+        torch.autograd.backward(made, gradient, inputs=list(unit.parameters))
+        for param in unit.parameters:
+            unit.grad_ready(param)
+        unit.reduce()
+        gradient = back
+    context.end_backward()
+    for param, plain in zip(layers.parameters(), twin.parameters(), strict=True):
+        grad: Any = param.grad
+        assert plain.grad is not None
+        assert torch.equal(grad.full_tensor(), plain.grad)
+
+
+def test_weights_may_go_after_the_gradients_of_inputs():
+    run_ranks(released_early, 2)

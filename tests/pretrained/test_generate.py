@@ -50,6 +50,8 @@ def test_a_run_and_its_export_go_on_alike(tmp_path: Path) -> None:
     again = hocket(tmp_path, "generate", "runs/tiny/checkpoints/latest", *ask)
     assert again.out == run.out
     assert hocket(tmp_path, "export", "runs/tiny", "exported").code == 0
+    modes = {file.stat().st_mode for file in (tmp_path / "exported").iterdir()}
+    assert len(modes) == 1, "weights are for the same readers as config.json"
     tokens = generate(ours(tmp_path / "exported"), list(b"def f("), 12, {0})
     assert run.out == "def f(" + bytes(tokens).decode(errors="replace") + "\n"
     drawn = [hocket(tmp_path, "generate", "runs/tiny", *ask, "--temperature", "2", "--seed", s).out for s in "112"]
