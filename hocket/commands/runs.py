@@ -18,7 +18,7 @@ from hocket_trace.picture import COLORS, STYLE, tick
 
 PARSER = Parser("runs", "Lists the runs in folders of runs, the latest last.")
 PARSER.add_argument("folders", nargs="*", metavar="DIR", type=Path, default=[Path("runs")])
-PARSER.add_argument("--html", default="", type=some, metavar="FILE", help="writes a page with their curves")
+PARSER.add_argument("--html", type=some, metavar="FILE", help="writes a page with their curves")
 COLUMNS = ("name", "recipe", "step", "loss", "when", "state")
 CURVES = {
     "loss, nats per token; held-out text: dashed": ("loss", "validation_loss"),
