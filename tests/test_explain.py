@@ -277,12 +277,14 @@ def test_a_thousand_gpus_are_no_more_work_than_sixteen() -> None:
     """To choose settings for, and to explain."""
     counts, found = [], []
     for replicas in (8, 512):
-        config = changed(recipe("qwen3_30b_a3b"), {"mesh.dp": replicas, "mesh.ep": 8, "train.microbatches": 4})
+        sizes = {"mesh.dp": replicas, "mesh.ep": 8, "train.microbatches": 4}
+        late = {"overlap.pp.defer_layers": "attn:1", "overlap.pp.defer_head": 0}  # else either tries another number
+        config = changed(recipe("qwen3_30b_a3b"), {**sizes, **late})
         host = host_for_plan(config)
         counts.append(calls(lambda c=config, h=host: found.append(explain(resolve(c, h), survey({})))))
     assert found[1].heading.startswith("1024 ranks")
     assert "on 64 hosts" in found[1].predicted.note
-    assert counts[1] < 1.5 * counts[0], counts
+    assert counts[1] < 1.25 * counts[0], counts
 
 
 def test_every_product_of_tensor_ranks_has_its_row() -> None:

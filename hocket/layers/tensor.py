@@ -186,12 +186,12 @@ def row_linear(x_TF: Tensor, param_DF: Tensor, tensors: Tensors, way: Way) -> Te
 
 def gathered_tokens(x_SD: Tensor, tensors: Tensors) -> Tensor:
     """All ranks' x, [T, D], of which each rank reads all features; the gradient is the sum over ranks."""
-    return _Gathered.apply(x_SD, tensors)
+    return _Moved.apply(x_SD, tensors.gather, tensors.sum)
 
 
 def summed_tokens(x_TD: Tensor, tensors: Tensors) -> Tensor:
     """The sum over ranks of x, of which each rank keeps its tokens, [S, D]; the gradient is that of all tokens."""
-    return _Summed.apply(x_TD, tensors)
+    return _Moved.apply(x_TD, tensors.sum, tensors.gather)
 
 
 def _destination(param: Tensor) -> Destination:
@@ -313,26 +313,17 @@ class _Row(torch.autograd.Function):
         return dx.view(x.shape), found, None, None, None
 
 
-class _Gathered(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """A gather of tokens, whose backward is the sum, or the sum, whose backward is the gather."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tensors: Tensors) -> Tensor:
-        ctx.tensors = tensors
-        return tensors.gather(x)
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        return ctx.tensors.sum(g.contiguous()), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensors: Tensors) -> Tensor:
-        ctx.tensors = tensors
-        return tensors.sum(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        return ctx.tensors.gather(g), None
+        return ctx.back(g.contiguous()), None, None
 
 
 # ---------------------------------------------------------------------------------------------------------- split norms

@@ -431,8 +431,9 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
         refused[_ENDS] = _no_pairs(c)
     refused = {name: why for name, why in refused.items() if why is not None}
     given |= {name: DEFERRAL[name][0] for name in refused}
-    # Backwards alone always have their first part after the send.
-    late = (0, "attn:1", "attn:2", -1, 1, 2) if c.overlap.ep.merge == "on" else ("attn:1", "attn:2", -1, 1, 2)
+    # Backwards alone always have their first part after the send. As many layers as a stage has are all of them.
+    whole = (layers for layers in (1, 2) if layers < most_layers(c))
+    late = (*((0,) if c.overlap.ep.merge == "on" else ()), "attn:1", "attn:2", -1, *whole)
     covers = [{_LAYERS: layers} for layers in ((given[_LAYERS],) if _LAYERS in given else late)]
     memory, reasons = memory_of(c, host), {_ENDS: "", _HEADS: "the rank of the head computes until the end"}
 
