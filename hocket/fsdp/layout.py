@@ -1,8 +1,9 @@
-"""Flat layout: where each parameter lies in a unit's buffer, and which range of it each rank keeps.
+"""Layout of a unit: where each parameter is in its buffer, and which rows of it each rank keeps.
 
-Shards are ranges of elements that begin and end anywhere in a parameter. Shards of whole rows would need up to 88 %
-padding (a multiple of ranks times the least common multiple of row sizes). Parameters and shards are aligned to 64
-elements, 128 bytes in bf16, so that kernels and collectives are fast.
+A parameter is divided over ranks by rows, like torch's `Shard(dim)`: each rank has `ceil(rows / ranks)` of them, the
+last ranks fewer or none. In the buffer a parameter is whole, with padding after its last row, so that it is a view of
+the buffer and a rank's rows are one slice (`runtime/pieces.py`). Chunks of a shard are aligned to 64 elements, 128
+bytes in bf16, so that kernels and collectives are fast.
 """
 
 from __future__ import annotations
@@ -15,13 +16,19 @@ from functools import cached_property
 from torch import Tensor
 
 from hocket.program.shard import ALIGN
+from hocket.runtime.pieces import Pieces
 
 
 @dataclass(frozen=True)
 class Entry:
     name: str
     shape: tuple[int, ...]
+    start: int
+    """Of a rank's chunk in its shard."""
+    chunk: int
+    """Elements of a chunk."""
     offset: int
+    """Of the whole in the buffer."""
 
     @property
     def numel(self) -> int:
@@ -46,7 +53,7 @@ class Local:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The flat buffer of one unit: `world` shards of `shard` elements. Padding is zero."""
+    """The buffer of one unit: `world` shards of `shard` elements. Padding is zero."""
 
     entries: tuple[Entry, ...]
     world: int
@@ -60,9 +67,9 @@ class FlatLayout:
         align: int = ALIGN,
         alike: int = 1,
     ) -> FlatLayout:
-        """Lay out parameters (name, shape) for `world` ranks, aligned to `align` elements.
+        """Lay out parameters (name, shape) for `world` ranks, chunks aligned to `align` elements.
 
-        `alike` ranks with the same shard can divide it among them.
+        A row is what the last dimension has. `alike` ranks with the same shard can divide it among them.
         """
         assert world >= 1
         assert align >= 1
@@ -70,13 +77,21 @@ class FlatLayout:
         assert len({name for name, _ in params}) == len(params), "two parameters of one unit have the same name"
         entries, end = list[Entry](), 0
         for name, shape in params:
-            entries.append(Entry(name, shape, _up(end, align)))
-            end = entries[-1].end
-        return cls(tuple(entries), world, _up(end, world * alike * align) // world)
+            rows, width = (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (math.prod(shape), 1)
+            start, chunk = _up(end, align), -(-rows // world) * width
+            entries.append(Entry(name, shape, start, chunk, world * start))
+            end = start + chunk
+        return cls(tuple(entries), world, _up(end, alike * align))
 
     @property
     def total(self) -> int:
         return self.world * self.shard
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The chunks, for collectives."""
+        bounds = ((entry.start, entry.chunk) for entry in self.entries if entry.chunk)
+        return Pieces(tuple(bounds), self.shard, self.world)
 
     @cached_property
     def by_name(self) -> Mapping[str, Entry]:
@@ -84,19 +99,16 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        inside = sorted((entry.offset, entry.end) for entry in self.entries if entry.numel)
-        starts = [0, *(end for _, end in inside)]
-        ends = [*(offset for offset, _ in inside), self.total]
-        return tuple((lo, hi) for lo, hi in zip(starts, ends, strict=True) if lo < hi)
+        """(first, end) of the buffer's elements that belong to no parameter."""
+        ends = [0, *(entry.end for entry in self.entries)]
+        starts = [*(entry.offset for entry in self.entries), self.total]
+        return tuple((lo, hi) for lo, hi in zip(ends, starts, strict=True) if lo < hi)
 
     def local(self, name: str, rank: int) -> Local:
         """What `rank` keeps of a parameter."""
-        entry, start = self.by_name[name], rank * self.shard
-        lo = min(max(start, entry.offset), entry.end)
-        hi = max(min(start + self.shard, entry.end), lo)
-        if lo == hi:
-            return Local(0, 0, 0)
-        return Local(lo - entry.offset, hi - entry.offset, lo - start)
+        entry = self.by_name[name]
+        lo, hi = (min(each * entry.chunk, entry.numel) for each in (rank, rank + 1))
+        return Local(lo, hi, entry.start)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of the parameters in a whole buffer."""

@@ -99,16 +99,17 @@ class WholeMatrices:
             self._owners[k][n] = rank = load.index(min(load))
             load[rank] += products
 
-    def mine(self, whole: Tensor) -> Tensor:
-        """The local elements in a whole buffer, bf16 [`layout.total`]. Write momenta there before `gather`."""
-        size = self.group.main.numel()
-        return whole if self.group.keeps_all else whole[self.group.position * size :][:size]
-
-    def gather(self, whole: Tensor) -> Pending:
-        """All-gather the momenta into `whole`."""
-        if self.group.keeps_all:
+    def gather(self, whole: Tensor, momenta: Mapping[int, Tensor]) -> Pending:
+        """All-gather the local elements of momenta, by member, into `whole`, bf16 [`layout.total`]."""
+        group = self.group
+        if group.keeps_all:
+            for i, momentum in momenta.items():
+                whole[group.here[i]] = momentum
             return Pending()
-        return self.group.groups.reduce.all_gather(whole, self.mine(whole))
+        mine = torch.zeros_like(group.main, dtype=whole.dtype, device=whole.device)
+        for i, momentum in momenta.items():
+            mine[group.here[i]] = momentum
+        return group.groups.reduce.all_gather(whole, mine, group.layout.pieces)
 
     def iterate(self, whole: Tensor, *how: Any) -> None:
         """Orthogonalize this rank's matrices in `whole`, and zero the others."""
@@ -130,7 +131,7 @@ class WholeMatrices:
         if self.group.keeps_all:
             parts.copy_(whole)
             return Pending()
-        return self.group.groups.reduce.reduce_sum(whole, parts, 1.0, add=False)
+        return self.group.groups.reduce.reduce_sum(whole, parts, 1.0, False, self.group.layout.pieces)
 
 
 def refuse_no_matrices(optimizer: Muon) -> None:
@@ -205,10 +206,7 @@ def _step(optimizer: Muon, group: ParamGroup, shards: Sequence[ShardedParameter]
     matrices = WholeMatrices(group, [shard.position for shard in shards])
     whole, parts = _buffers[optimizer][id(group.groups)]
     whole, parts = whole[: group.layout.total], parts[: group.main.numel()]
-    mine = matrices.mine(whole)
-    for shard in shards:
-        mine[here[shard.position]] = _ahead(optimizer, shard, held)
-    matrices.gather(whole).wait()
+    matrices.gather(whole, {shard.position: _ahead(optimizer, shard, held) for shard in shards}).wait()
     matrices.iterate(whole, *how)
     matrices.scatter(whole, parts).wait()
     for shard in shards:

@@ -7,8 +7,8 @@ keeps
     main       [S]    the optimizer's weights, in the main dtype
     main_grad  [S]    their gradient, the sum of reductions within the shard group, in the accumulate dtype
 
-and once a step main_grad is all-reduced over the outer group. A gather casts main straight into this rank's part of the
-buffer, and the collective completes it in place. main_grad exists only while there is a gradient (`ShardGrads`).
+and once a step main_grad is all-reduced over the outer group. A gather casts main straight into this rank's places in
+the buffer, and the collective completes it. main_grad exists only while there is a gradient (`ShardGrads`).
 Without sharding W is 1 and parameters are bound to main, or to a copy in the compute dtype; without replicas R is 1.
 Ranks that hold the same elements may also all-reduce over a larger group than they gather over; then nothing is left
 for an outer group.
@@ -76,7 +76,7 @@ class ParamGroup:
         apart = self.memory.on_host or (self.whole and self.formats.main != self.formats.compute)
         self.weight = self.memory.zeros(self.layout.shard, self.formats.compute) if apart else self.main
         """What is gathered, or what parameters are bound to: `main`, or a copy where one is needed."""
-        self.grads = ShardGrads(self.layout.shard, self.formats.accumulate, self.formats.main, self.here, self.memory)
+        self.grads = ShardGrads(self.layout, self.formats.accumulate, self.formats.main, self.position, self.memory)
         self.settle: Callable[[], None] = lambda: None
         """Orders the caller's work after all reductions of this group."""
         self.make_grads: Callable[[], None] = self.grads.make
@@ -230,9 +230,8 @@ class ParamGroup:
             self.weight.copy_(self.main)
 
     def gather(self, flat: Tensor) -> Pending:
-        mine = flat[self.layout.shard * self.position :][: self.layout.shard]
-        self.memory.copy_to_device(self.weight, mine)
-        return self.groups.gather.all_gather(flat[: self.layout.total], mine)
+        mine = self.memory.on_device(self.weight)
+        return self.groups.gather.all_gather(flat[: self.layout.total], mine, self.layout.pieces)
 
     # Gradients on their way
 
@@ -267,18 +266,20 @@ class ParamGroup:
         self.grads.drop()
         self._has = [has or learns for has, learns in zip(self._has, self._learns, strict=True)]
         self._summed = False
-        call = self.groups.reduce.all_sum if self.groups.alike > 1 else self.groups.reduce.reduce_sum
-        self._reducing = self.memory.reduced(
-            self.main_grad, add, lambda to, add: call(flat, to, 1.0 / self.divide, add)
-        )
+        group, scale = self.groups.reduce, 1.0 / self.divide
+
+        def reduce(to: Tensor, add: bool) -> Pending:
+            if self.groups.alike > 1:
+                return group.all_sum(flat, to, scale, add)
+            return group.reduce_sum(flat, to, scale, add, self.layout.pieces)
+
+        self._reducing = self.memory.reduced(self.main_grad, add, reduce)
         return self._reducing
 
     def begin_sum(self) -> None:
         """Declare that the caller writes whole gradients to `main_grad` from now on, in a group of one."""
         assert self.keeps_all
         assert self.groups.reduce.size == 1
-        for lo, hi in self.layout.gaps:
-            self.main_grad[lo:hi].zero_()
         self.grads.drop()
         self._has = [True] * len(self.members)
         self._summed = False

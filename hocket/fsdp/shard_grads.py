@@ -51,9 +51,13 @@ class ShardMemory:
         """1-D zeros."""
         return self.empty(numel, dtype).zero_()
 
-    def copy_to_device(self, kept: Tensor, into: Tensor) -> None:
-        into.copy_(kept, non_blocking=self._crosses)
+    def on_device(self, kept: Tensor) -> Tensor:
+        """A shard's memory on the device: itself, or a copy in the order of the caller's stream."""
+        if not self._crosses:
+            return kept
+        copied = kept.to(self.device, non_blocking=True)
         self._out.record()
+        return copied
 
     def wait_for_copies_out(self) -> None:
         """Make the host wait for copies to the device."""
@@ -139,10 +143,10 @@ class ShardGrads:
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, readable: torch.dtype, ranges: Sequence[slice], shard_memory: ShardMemory
+        self, layout: FlatLayout, dtype: torch.dtype, readable: torch.dtype, position: int, shard_memory: ShardMemory
     ) -> None:
-        self._numel, self._dtype, self._readable, self._shard_memory = numel, dtype, readable, shard_memory
-        self._ranges = ranges
+        self._numel, self._dtype, self._readable, self._shard_memory = layout.shard, dtype, readable, shard_memory
+        self._ranges, self._gaps = layout.slices(position), layout.pieces.gaps
         self.flat: Tensor | None = None
         """All gradients, in the accumulate dtype."""
         self.stays = False
@@ -160,9 +164,11 @@ class ShardGrads:
         return sum(tensor.nbytes for tensor in self.memory)
 
     def make(self) -> None:
-        """Allocate the memory, uninitialized, unless it is there."""
+        """Allocate the memory, uninitialized but for gaps, unless it is there."""
         if self.flat is None:
             self.flat = self._new(self._dtype)
+            for lo, hi in self._gaps:
+                self.flat[lo:hi].zero_()
 
     def _new(self, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):  # gradients may be read in that mode, and must be writable afterwards

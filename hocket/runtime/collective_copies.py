@@ -23,20 +23,22 @@ all-gather knows that its piece was read, but not that all other ranks have read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hocket.runtime.driver import Cuda, Driver
 from hocket.runtime.lanes import stream_handle, wait_for_stream
+from hocket.runtime.pieces import Pieces
 from hocket.runtime.queue import named
 from hocket.runtime.shared_memory import shared_memory
-from hocket.runtime.transports import DONE, Nccl, Pending, local_sum
+from hocket.runtime.transports import DONE, Nccl, Pending, local_sum, place_own
 
 HALVES = 2
 ALIGNED = 256
@@ -49,7 +51,7 @@ class Halves:
 
     def __init__(self, rank: int, memories: Sequence[Tensor], driver: Driver) -> None:
         """`memories[p]` are bytes of rank p, initialized by `reset_flags`: two halves, then flags."""
-        self.rank, self.size, self._memories = rank, len(memories), tuple(memories)
+        self.rank, self.size, self._memories, self.driver = rank, len(memories), tuple(memories), driver
         self.nbytes = (memories[0].numel() - flag_bytes(self.size)) // HALVES
         self.peers = [(rank + step) % self.size for step in range(1, self.size)]
         """The other ranks, starting with the next one, so that ranks start with different peers."""
@@ -71,11 +73,6 @@ class Halves:
 
     def _flag(self, at: int, half: int, kind: int, peer: int) -> int:
         return self._memories[at].data_ptr() + HALVES * self.nbytes + 4 * ((half * 2 + kind) * self.size + peer)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as 1-D bytes."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _await(flag: int) -> tuple[tuple[Literal["wait"], int, int], tuple[Literal["write"], int, int]]:
@@ -118,77 +115,91 @@ class CollectiveCopies:
     def _reduced(self) -> Halves:
         return self._make()
 
-    def gather(self, out: Tensor, shard: Tensor) -> None:
-        """`out` (size * n) becomes the concatenation of the ranks' `shard`s (n), on the current stream."""
+    def gather(self, out: Tensor, shard: Tensor, pieces: Pieces) -> None:
+        """`out` (size * n) becomes the ranks' `shard`s (n), where `pieces` are, on the current stream."""
         assert out.is_contiguous()
         assert shard.is_contiguous()
-        halves, source = self._gathered, _bytes(shard)
-        into = _bytes(out).view(self.size, -1)
-        if into[self.rank].data_ptr() != source.data_ptr():
-            into[self.rank].copy_(source)
+        halves, width, base = self._gathered, out.itemsize, out.data_ptr()
 
-        def send(half: int, low: int, high: int) -> None:
-            halves.bytes_of(self.rank, half)[: high - low].copy_(source[low:high])
+        def send(stream: int, half: int, low: int, high: int) -> None:
+            halves.bytes_of(self.rank, half)[: (high - low) * width].view(out.dtype).copy_(shard[low:high])
 
-        def receive(half: int, low: int, high: int) -> None:
-            for peer in halves.peers:
-                into[peer, low:high].copy_(halves.bytes_of(peer, half)[: high - low])
+        def receive(stream: int, half: int, low: int, high: int) -> None:
+            whole, packed, count, step = pieces.between(low, high) * width
+            starts = {peer: halves.bytes_of(peer, half).data_ptr() for peer in halves.peers}
+            self._move(
+                halves.driver, stream, ((base + whole + p * step, start + packed, count) for p, start in starts.items())
+            )
 
-        self._in_pieces(halves, len(source), halves.nbytes, send, receive)
+        self._in_pieces(halves, pieces.size, halves.nbytes // width, send, receive)
+        place_own(out, shard, pieces, self.rank)
 
-    def reduce(self, full: Tensor, into: Tensor, scale: float, add: bool) -> None:
-        """`into` (n) += (or =) scale * the sum of the ranks' `full` (size * n), on the current stream."""
+    def reduce(self, full: Tensor, into: Tensor, scale: float, add: bool, pieces: Pieces) -> None:
+        """`into` (n) += (or =) scale * the sum of the ranks' `full` (size * n), whose parts are where `pieces` are, on
+        the current stream.
+        """
         assert full.is_contiguous()
         assert into.is_contiguous()
-        halves, width, others = self._reduced, full.itemsize, self.size - 1
-        parts, into = _bytes(full).view(self.size, -1), into.view(-1)
-        mine = full.view(self.size, -1)[self.rank]
-        room = halves.nbytes // others // ALIGNED * ALIGNED  # per sending rank
+        halves, width, others, base = self._reduced, full.itemsize, self.size - 1, full.data_ptr()
+        into, whole_F = into.view(-1), full.view(-1)
+        room = halves.nbytes // others // ALIGNED * ALIGNED // width  # per sending rank
 
-        def send(half: int, low: int, high: int) -> None:
-            for peer in halves.peers:
-                place = (self.rank - (peer < self.rank)) * room
-                halves.bytes_of(peer, half)[place : place + high - low].copy_(parts[peer, low:high])
+        def send(stream: int, half: int, low: int, high: int) -> None:
+            whole, packed, count, step = pieces.between(low, high) * width
+            starts = {p: halves.bytes_of(p, half).data_ptr() for p in halves.peers}
+            places = {p: (self.rank - (p < self.rank)) * room * width for p in halves.peers}
+            self._move(
+                halves.driver,
+                stream,
+                ((start + places[p] + packed, base + whole + p * step, count) for p, start in starts.items()),
+            )
 
-        def receive(half: int, low: int, high: int) -> None:
-            come = halves.bytes_of(self.rank, half)[: others * room].view(others, room)[:, : high - low]
-            first, last = low // width, high // width
-            local_sum(come.view(full.dtype), into[first:last], scale, add, (self.rank, mine[first:last]))
+        def receive(stream: int, half: int, low: int, high: int) -> None:
+            come = halves.bytes_of(self.rank, half)[: others * room * width].view(full.dtype).view(others, room)
+            for whole, at, count, step in pieces.between(low, high).T.tolist():
+                mine = whole_F[whole + self.rank * step :][:count]
+                local_sum(come[:, at : at + count], into[low + at :][:count], scale, add, (self.rank, mine))
 
-        self._in_pieces(halves, parts.shape[1], room, send, receive)
+        self._in_pieces(halves, pieces.size, room, send, receive)
+
+    @staticmethod
+    def _move(driver: Driver, stream: int, copies: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
+        """Copy bytes, in one call: (into, from, number) by peer."""
+        if pairs := list(copies):
+            driver.copies(stream, *(np.concatenate(each) for each in zip(*pairs, strict=True)))
 
     def _in_pieces(
         self,
         halves: Halves,
-        nbytes: int,
+        count: int,
         room: int,
-        send: Callable[[int, int, int], None],
-        receive: Callable[[int, int, int], None],
+        send: Callable[[int, int, int, int], None],
+        receive: Callable[[int, int, int, int], None],
     ) -> None:
-        """Move `nbytes` per pair of ranks in pieces of `room`. `send` and `receive` get (half, first byte, last
-        byte).
+        """Move `count` elements per pair of ranks, `room` at a time. `send` and `receive` get (stream, half, first
+        element, end).
         """
         assert room, f"a half of {halves.nbytes} bytes has no room for a piece of each of {self.size} ranks"
         stream, waiting = self._stream(), None
         if stream != self._last:
             self._follow(self._last)  # the halves may still be in use there
             self._last = stream
-        for piece in (*self._pieces(nbytes, room), None):
+        for piece in (*self._turns(count, room), None):
             if piece is not None:
                 halves.await_read[piece[0]](stream)
-                send(*piece)
+                send(stream, *piece)
                 halves.signal_arrived[piece[0]](stream)
             if waiting is not None:
                 halves.await_arrived[waiting[0]](stream)
-                receive(*waiting)
+                receive(stream, *waiting)
                 halves.signal_read[waiting[0]](stream)
             waiting = piece
 
     @staticmethod
-    def _pieces(nbytes: int, room: int) -> Iterator[tuple[int, int, int]]:
-        """(half, first byte, last byte) of each piece. Every call starts with the first half, on all ranks."""
-        for number, low in enumerate(range(0, nbytes, room)):
-            yield number % HALVES, low, min(low + room, nbytes)
+    def _turns(count: int, room: int) -> Iterator[tuple[int, int, int]]:
+        """(half, first element, end) of each turn. Every call starts with the first half, on all ranks."""
+        for number, low in enumerate(range(0, count, room)):
+            yield number % HALVES, low, min(low + room, count)
 
 
 @dataclass
@@ -197,23 +208,24 @@ class CopiedCollectives(Nccl):
 
     copies: CollectiveCopies
 
-    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
+    def all_gather(self, out: Tensor, shard: Tensor, pieces: Pieces) -> Pending:
         with named("hocket:all_gather"):
-            self.copies.gather(out, shard)
+            self.copies.gather(out.view(-1), shard.view(-1), pieces)
         return DONE
 
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool, pieces: Pieces) -> Pending:
         with named("hocket:reduce_scatter"):
-            self.copies.reduce(full, into, scale, add)
+            self.copies.reduce(full, into, scale, add, pieces)
         return DONE
 
     def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
         mine = full.view(len(self.ranks), -1)[self.copies.rank]
         part = self.scratch.take(mine.numel(), into.dtype)
-        self.reduce_sum(full, part, 1.0, add=False)
+        pieces = Pieces.one(mine.numel(), len(self.ranks))
+        self.reduce_sum(full, part, 1.0, False, pieces)
         mine.copy_(part)
         self.scratch.give(part)
-        self.all_gather(full, mine)
+        self.all_gather(full, mine, pieces)
         local_sum(full.view(1, -1), into, scale, add)
         return DONE
 

@@ -26,6 +26,7 @@ from hocket.runtime.hangs import Flags, Issued
 from hocket.runtime.lanes import SideStream
 from hocket.runtime.p2p_copies import CopiedHops, p2p_copies
 from hocket.runtime.peer_rows import CopiedRows, PushedRows, peer_copies, push_buffers
+from hocket.runtime.pieces import Pieces
 from hocket.runtime.shared_memory import Barrier, place, problem, refuse, unreachable
 from hocket.runtime.tokens import CopyingNccl, SentTokens, Tokens, copied_tokens
 from hocket.runtime.transports import (
@@ -123,21 +124,26 @@ class Group:
         self.calls.clear()
         self.sent_bytes = 0
 
-    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
-        """`out` (size * n) becomes the ranks' `shard`s (n) in rank order."""
-        assert out.numel() == self.size * shard.numel(), f"{self.name}: {out.numel()} != {self.size} * {shard.numel()}"
-        self._count("all_gather", (self.size - 1) * shard.nbytes)
-        return self.transport.all_gather(out, shard)
+    def all_gather(self, out: Tensor, shard: Tensor, pieces: Pieces | None = None) -> Pending:
+        """`out` (size * n) becomes the ranks' `shard`s (n), cast to its dtype: in rank order, or where `pieces` are.
 
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float = 1.0, add: bool = True) -> Pending:
+        `shard` may be this rank's place in `out` itself, if that is one slice. Gaps of `out` keep what they have.
+        """
+        assert out.numel() == self.size * shard.numel(), f"{self.name}: {out.numel()} != {self.size} * {shard.numel()}"
+        self._count("all_gather", (self.size - 1) * shard.numel() * out.itemsize)
+        return self.transport.all_gather(out, shard, pieces or Pieces.one(shard.numel(), self.size))
+
+    def reduce_sum(
+        self, full: Tensor, into: Tensor, scale: float = 1.0, add: bool = True, pieces: Pieces | None = None
+    ) -> Pending:
         """Reduce-scatter: `into` (n, fp32) += scale * this rank's part of the sum over ranks of `full` (size * n).
 
-        Without `add` it overwrites `into`. On gloo and on copy engines the sum is in rank order and in the dtype of
-        `into`.
+        Parts are in rank order, or where `pieces` are; gaps of `into` keep what they have. Without `add` it overwrites
+        `into`. On gloo and on copy engines the sum is in rank order and in the dtype of `into`.
         """
         assert full.numel() == self.size * into.numel(), f"{self.name}: {full.numel()} != {self.size} * {into.numel()}"
         self._count("reduce_sum", (self.size - 1) * into.numel() * full.itemsize)
-        return self.transport.reduce_sum(full, into, scale, add)
+        return self.transport.reduce_sum(full, into, scale, add, pieces or Pieces.one(into.numel(), self.size))
 
     def all_sum(self, full: Tensor, into: Tensor, scale: float = 1.0, add: bool = True) -> Pending:
         """All-reduce: `into` (n, fp32) += scale * the sum over ranks of `full` (n), rounded to the dtype of `full`.

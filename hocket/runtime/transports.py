@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.runtime.blocks import Blocks, HostBlocks, rows_of
+from hocket.runtime.pieces import Pieces
 
 # torch 2.13 renamed the flat collectives and warns about the old names.
 gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -138,8 +140,8 @@ class Scratch:
 class Transport(Protocol):
     """The collectives of a group. Ranks are positions in the group."""
 
-    def all_gather(self, out: Tensor, shard: Tensor) -> Pending: ...
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending: ...
+    def all_gather(self, out: Tensor, shard: Tensor, pieces: Pieces) -> Pending: ...
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool, pieces: Pieces) -> Pending: ...
     def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending: ...
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending: ...
     def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks | HostBlocks) -> Pending: ...
@@ -188,20 +190,27 @@ def local_sum(
         into_S.copy_(total)
 
 
+def place_own(out: Tensor, shard: Tensor, pieces: Pieces, rank: int) -> None:
+    """Copy a rank's shard to its places in the buffer, cast to the buffer's dtype, unless it is there."""
+    own = list(pieces.of(out, rank))
+    if own and (out.dtype != shard.dtype or own[0][0].data_ptr() != shard.data_ptr()):
+        torch._foreach_copy_([view for view, _ in own], [shard[here] for _, here in own])
+
+
 class Local:
     """The transport of a group of one: no communication."""
 
-    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
-        if out.data_ptr() != shard.data_ptr():
-            out.copy_(shard)
+    def all_gather(self, out: Tensor, shard: Tensor, pieces: Pieces) -> Pending:
+        place_own(out, shard, pieces, 0)
         return DONE
 
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool, pieces: Pieces) -> Pending:
         local_sum(full.view(1, -1), into.view(-1), scale, add)
         return DONE
 
     def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
-        return self.reduce_sum(full, into, scale, add)
+        local_sum(full.view(1, -1), into.view(-1), scale, add)
+        return DONE
 
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
         out.copy_(rows)
@@ -251,16 +260,31 @@ class _TorchTransport:
 class Gloo(_TorchTransport):
     """CPU processes. Sums are computed locally after an all-to-all, in rank order."""
 
-    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
-        return Pending(gather_flat(_bytes(out), _bytes(shard), group=self.group, async_op=True).wait)
+    def all_gather(self, out: Tensor, shard: Tensor, pieces: Pieces) -> Pending:
+        if pieces.in_order and shard.dtype == out.dtype:
+            return Pending(gather_flat(_bytes(out), _bytes(shard), group=self.group, async_op=True).wait)
+        mine, every = (self.scratch.take(n, out.dtype) for n in (pieces.size, pieces.world * pieces.size))
+        mine.copy_(shard)
 
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
-        received = self.scratch.take(full.numel(), full.dtype)
-        work = dist.all_to_all_single(_bytes(received), _bytes(full), group=self.group, async_op=True)
+        def unpack() -> None:
+            pieces.unpack(every, out)
+            self.scratch.give(mine)
+            self.scratch.give(every)
+
+        return Pending(gather_flat(_bytes(every), _bytes(mine), group=self.group, async_op=True).wait).then(unpack)
+
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool, pieces: Pieces) -> Pending:
+        packed, received = (self.scratch.take(full.numel(), full.dtype) for _ in range(2))
+        pieces.pack(full, packed)
+        work = dist.all_to_all_single(_bytes(received), _bytes(packed), group=self.group, async_op=True)
         assert work is not None
 
         def accumulate() -> None:
-            local_sum(received.view(len(self.ranks), -1), into.view(-1), scale, add)
+            parts, total = received.view(pieces.world, -1), into.view(-1)
+            for start, length in pieces.runs:
+                here = slice(start, start + length)
+                local_sum(parts[:, here], total[here], scale, add)
+            self.scratch.give(packed)
             self.scratch.give(received)
 
         return Pending(work.wait).then(accumulate)
@@ -324,19 +348,35 @@ class Gloo(_TorchTransport):
 class Nccl(_TorchTransport):
     """GPUs. Everything runs on the caller's current stream; see Note: [All lanes' kernels fit on the chip together]."""
 
-    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
-        gather_flat(out, shard, group=self.group)
+    def all_gather(self, out: Tensor, shard: Tensor, pieces: Pieces) -> Pending:
+        if pieces.in_order and shard.dtype == out.dtype:
+            gather_flat(out, shard, group=self.group)
+            return DONE
+        rank = dist.get_rank(self.group)
+        place_own(out, shard, pieces, rank)
+        with self._as_one(pieces):
+            for (whole, _), (own, _) in zip(pieces.tensors(out), pieces.of(out, rank), strict=True):
+                gather_flat(whole, own, group=self.group)
         return DONE
 
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
-        if into.dtype == full.dtype and not add and scale == 1.0:
-            reduce_scatter_flat(into, full, group=self.group)
-            return DONE
-        part = self.scratch.take(into.numel(), full.dtype)
-        reduce_scatter_flat(part, full, group=self.group)
-        local_sum(part.view(1, -1), into.view(-1), scale, add)
-        self.scratch.give(part)
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool, pieces: Pieces) -> Pending:
+        into = into.view(-1)
+        as_is = into.dtype == full.dtype and not add and scale == 1.0
+        part = into if as_is else self.scratch.take(into.numel(), full.dtype)
+        with self._as_one(pieces):
+            for whole, here in pieces.tensors(full):
+                reduce_scatter_flat(part[here], whole, group=self.group)
+        if not as_is:
+            for start, length in pieces.runs:
+                here = slice(start, start + length)
+                local_sum(part[here].view(1, -1), into[here], scale, add)
+            self.scratch.give(part)
         return DONE
+
+    def _as_one(self, pieces: Pieces) -> AbstractContextManager[object]:
+        """Groups the calls inside into one."""
+        several = len(pieces.bounds) > 1
+        return dist._coalescing_manager(group=self.group, device=self.device) if several else nullcontext()
 
     def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
         dist.all_reduce(full, group=self.group)
@@ -415,12 +455,13 @@ class Null:
             self.blocks[out.dtype] = numbers.to(out.dtype)
         return self.blocks[out.dtype]
 
-    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
+    def all_gather(self, out: Tensor, shard: Tensor, pieces: Pieces) -> Pending:
+        place_own(out, shard, pieces, self.rank)
         return DONE
 
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
-        mine = full[self.rank * into.numel() :][: into.numel()]
-        local_sum(mine.view(1, -1), into.view(-1), scale, add)
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool, pieces: Pieces) -> Pending:
+        for view, here in pieces.of(full, self.rank):
+            local_sum(view.view(1, -1), into.view(-1)[here], scale, add)
         return DONE
 
     def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
@@ -516,12 +557,13 @@ class Slow:
         future: Future[None] = self.worker.submit(run)
         return Pending(lambda: future.result(self.timeout))
 
-    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
-        return self._late(out.nbytes - shard.nbytes, lambda: self.inner.all_gather(out, shard))
+    def all_gather(self, out: Tensor, shard: Tensor, pieces: Pieces) -> Pending:
+        nbytes = out.nbytes - shard.numel() * out.itemsize
+        return self._late(nbytes, lambda: self.inner.all_gather(out, shard, pieces))
 
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool, pieces: Pieces) -> Pending:
         nbytes = full.nbytes - into.numel() * full.itemsize
-        return self._late(nbytes, lambda: self.inner.reduce_sum(full, into, scale, add))
+        return self._late(nbytes, lambda: self.inner.reduce_sum(full, into, scale, add, pieces))
 
     def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
         return self._late(2 * full.nbytes, lambda: self.inner.all_sum(full, into, scale, add))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hocket.runtime.collective_copies import ALIGNED, HALVES, CollectiveCopies, Halves, flag_bytes, reset_flags
+from hocket.runtime.pieces import Pieces
 from hocket.runtime.transports import local_sum
 from tests.helpers.driver import Memcpy
 
@@ -28,6 +29,13 @@ def rank_order_sum(parts: Tensor, into: Tensor, scale: float) -> Tensor:
     for part in parts[1:]:
         total = (total + part).to(into.dtype)
     return into + total * scale
+
+
+def pieces_of(size: int, world: int) -> Pieces:
+    """Some chunks of a shard, often with gaps; for small shards one."""
+    cuts = sorted(random.sample(range(size + 1), random.choice([2, 4, 8]))) if size > 8 else [0, size]
+    bounds = tuple((lo, hi - lo) for lo, hi in zip(cuts[::2], cuts[1::2], strict=True) if lo < hi)
+    return random.choice([Pieces(bounds, size, world), Pieces.one(size, world)])
 
 
 class Ranks:
@@ -71,32 +79,38 @@ def test_gathers_and_reductions_are_exact_whoever_is_late(size: int, late: int |
     intos = [[torch.randn(n, generator=generator) for n in order] for _ in range(size)]
     starts = [[into.clone() for into in each] for each in intos]
     outs = [[torch.full((size * n,), -1.0, dtype=BF16) for n in order] for _ in range(size)]
+    pieces = [pieces_of(n, size) for n in order]
 
     def work(rank: int) -> None:
         copies = ranks.copies[rank]
         for i in range(len(order)):
             if late == rank or (late == "any" and random.random() < 0.3):
                 time.sleep(0.002)
-            if i % 3 == 2:  # the shard already lies where it belongs
+            if i % 3 == 2 and pieces[i].in_order:  # the shard is already where it belongs
                 mine = outs[rank][i].view(size, -1)[rank].copy_(shards[rank][i])
-                copies.gather(outs[rank][i], mine)
+                copies.gather(outs[rank][i], mine, pieces[i])
             else:
-                shard = shards[rank][i].clone()
-                copies.gather(outs[rank][i], shard)
+                shard = shards[rank][i].to(torch.float32 if i % 2 else BF16, copy=True)  # the gather casts
+                copies.gather(outs[rank][i], shard, pieces[i])
                 shard.fill_(-2.0)  # the copies are over
             full = fulls[rank][i].clone()
-            copies.reduce(full, intos[rank][i], 1 / 3, add=i % 2 == 0)
+            copies.reduce(full, intos[rank][i], 1 / 3, i % 2 == 0, pieces[i])
             full.fill_(-2.0)
 
     before = ranks.signs()
     ranks.each(work)
     for i, n in enumerate(order):
-        whole = torch.cat([shards[rank][i] for rank in range(size)])
-        parts = torch.stack([fulls[rank][i].view(size, n) for rank in range(size)])
+        packed = torch.zeros(size * n, dtype=BF16)
+        parts = torch.stack([pieces[i].pack(fulls[rank][i], packed).view(size, n).clone() for rank in range(size)])
+        whole = torch.full((size * n,), -1.0, dtype=BF16)
+        pieces[i].unpack(torch.cat([shards[rank][i] for rank in range(size)]), whole)
         for rank in range(size):
             assert torch.equal(outs[rank][i], whole), f"gather {i} of {n} at rank {rank}"
             start = starts[rank][i] if i % 2 == 0 else torch.zeros(n)
-            assert torch.equal(intos[rank][i], rank_order_sum(parts[:, rank], start, 1 / 3)), f"sum {i} at rank {rank}"
+            summed = rank_order_sum(parts[:, rank], start, 1 / 3)
+            for lo, hi in pieces[i].gaps:
+                summed[lo:hi] = starts[rank][i][lo:hi]
+            assert torch.equal(intos[rank][i], summed), f"sum {i} at rank {rank}"
     after = ranks.signs()
     assert before == after or not any(order), "a recorded step finds the flags as it found them first"
 
@@ -131,7 +145,7 @@ def test_words_are_taken_before_a_copy_and_said_behind_it() -> None:
     out = torch.zeros(8)
     driver.sent, driver.received = mine._gathered.bytes_of(0, 0).zero_(), out[4:]
     driver.done.clear()
-    mine.gather(out, torch.ones(4))
+    mine.gather(out, torch.ones(4), Pieces.one(4, 2))
     sends = [("wait", False, False), ("take", False, False), ("say", True, False)]
     receives = [("wait", True, False), ("take", True, False), ("say", True, True)]
     assert driver.done == sends + receives
@@ -147,7 +161,7 @@ def test_a_rank_sends_the_next_piece_before_it_receives_one() -> None:
             end = time.monotonic() + 10
             while not halves.any(1).all():
                 assert time.monotonic() < end, "the second piece waits for the first one to be read"
-        ranks.copies[rank].gather(torch.zeros(HALF), torch.ones(HALF // 2))
+        ranks.copies[rank].gather(torch.zeros(HALF), torch.ones(HALF // 2), Pieces.one(HALF // 2, 2))
 
     ranks.each(work)
 
@@ -168,7 +182,7 @@ def test_halves_without_room_for_every_rank_are_an_error() -> None:
     ranks = Ranks(2)
     ranks.copies[0].size = HALF // ALIGNED + 2
     with pytest.raises(AssertionError, match="no room for a piece of each"):
-        ranks.copies[0].reduce(torch.zeros(0), torch.zeros(0), 1.0, True)
+        ranks.copies[0].reduce(torch.zeros(0), torch.zeros(0), 1.0, True, Pieces.one(0, 2))
 
 
 def test_a_call_on_another_stream_comes_behind_the_one_before() -> None:
@@ -178,5 +192,5 @@ def test_a_call_on_another_stream_comes_behind_the_one_before() -> None:
     make = lambda: Halves(0, shown[0], Memcpy())  # noqa: E731
     copies = CollectiveCopies(0, 1, lambda: next(streams), make, followed.append)
     for _ in range(5):  # of one rank, so that nobody has to answer
-        copies.gather(torch.zeros(4), torch.ones(4))
+        copies.gather(torch.zeros(4), torch.ones(4), Pieces.one(4, 1))
     assert followed == [7, 9]

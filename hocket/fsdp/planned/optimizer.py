@@ -201,8 +201,7 @@ class PlannedMuon:
         of.pending, of.done = Pending(), verb
         match verb:
             case "collect":
-                self._average(unit, matrices.mine(whole), verdict)
-                of.pending = matrices.gather(whole)
+                of.pending = matrices.gather(whole, self._average(unit, verdict))
             case "orthogonalise":
                 matrices.iterate(whole)
             case _:
@@ -224,15 +223,16 @@ class PlannedMuon:
         """Its members of which this rank has elements."""
         return [i for i in self._whole[unit].taken if unit.group.shards[i].hi > unit.group.shards[i].lo]
 
-    def _average(self, unit: PlannedUnit, mine: Tensor, verdict: Verdict) -> None:
-        """Update the momenta, and write Nesterov's lookahead to `mine`."""
-        beta, here = self.options.momentum, unit.group.here
+    def _average(self, unit: PlannedUnit, verdict: Verdict) -> dict[int, Tensor]:
+        """Update the momenta. Returns Nesterov's lookahead by member."""
+        beta, ahead = self.options.momentum, dict[int, Tensor]()
         for i in self._kept(unit):
             piece, momentum = self.momenta[unit.group.members[i].name]
             grad = piece.grad * verdict.factor.float()
             moved = momentum.lerp(grad, 1 - beta)
             momentum.copy_(torch.where(verdict.skipped, momentum, moved))
-            mine[here[i]] = grad.lerp(moved, beta)
+            ahead[i] = grad.lerp(moved, beta)
+        return ahead
 
     def _move(self, piece: Piece, update: Tensor, verdict: Verdict) -> None:
         options, main, lr = self.options, piece.main, verdict.lr
