@@ -71,7 +71,7 @@ class ShardMemory:
         """Let `reduce(into, add)` write or add to `kept`, through a device buffer if that is in host memory."""
         if not self.on_host:
             return reduce(kept, add)
-        into = torch.empty_like(kept, device=self.device, pin_memory=False)
+        into = torch.zeros_like(kept, device=self.device, pin_memory=False)  # gaps stay zero
         if add:
             into.copy_(kept, non_blocking=self._crosses)
 

@@ -63,7 +63,7 @@ class Watched(Actions):
 
 
 def steps(rank: int, config: Config) -> tuple[list[dict[str, Any]], list[float], Counter[str]]:
-    """Rows of all exchanges of three steps, gradient norms, and products of the last step."""
+    """Rows of all exchanges of two steps, gradient norms, and products of the last step."""
     import hocket.engine.engine
 
     hocket.engine.engine.Actions = Watched  # type: ignore[misc]
@@ -76,7 +76,7 @@ def steps(rank: int, config: Config) -> tuple[list[dict[str, Any]], list[float],
     rows, norms = [], []
     actions = engine.executor.actions
     assert isinstance(actions, Watched)
-    for _ in range(3):
+    for _ in range(2):
         actions.rows = {}
         with Products() as products:
             norms.append(float(engine.train_step(batch, 1e-3).grad_norm))
@@ -94,7 +94,7 @@ def test_the_bound_exchanges_as_many_rows_with_the_same_ops(copies: str) -> None
         assert rows[0].keys() == real_rows[0].keys()
         assert rows[0]
         assert products == real_products
-        assert rows[2] == rows[1], "frozen: the weights that routers read are gathered from nowhere"
+        assert rows[1] == rows[0], "frozen: the weights that routers read are gathered from nowhere"
         assert all(torch.isfinite(torch.tensor(norms)))
         for name, (sent, received, send, receive) in rows[0].items():
             assert (sent, received) == (sum(send), sum(receive))
@@ -104,5 +104,5 @@ def test_the_bound_exchanges_as_many_rows_with_the_same_ops(copies: str) -> None
         even = [row for name, row in real_rows[0].items() if name.startswith("fwd dispatch")]
         if copies == "per_expert":
             assert [row[0] for row in forward] == [row[0] for row in even], "every rank sends as many rows as ever"
-        assert abs(sum(row[0] for row in forward) / sum(row[0] for row in even) - 1) < 0.1
+        assert abs(sum(row[0] for row in forward) / sum(row[0] for row in even) - 1) < 0.05
         assert abs(sum(row[1] for row in forward) / sum(row[0] for row in forward) - 1) < 0.1
