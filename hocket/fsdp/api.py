@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hocket.fsdp import hooks
-from hocket.fsdp.checks import is_full, refuse_early, refuse_matrices, refuse_newcomers
+from hocket.fsdp.checks import is_full, refuse_early, refuse_newcomers
 from hocket.fsdp.dtensors import copies
 from hocket.fsdp.fsdp2 import Fsdp2Arguments, FSDPModule, Place, request_of
 from hocket.fsdp.members import UNIT, Rule
@@ -126,7 +126,6 @@ def refuse_optimizer(optimizer: Optimizer, *_: Any) -> None:
                     f"the {type(optimizer).__name__} was built before hocket.fully_shard, so it would update nothing: "
                     f"build it from module.parameters() afterwards"
                 )
-    refuse_matrices(optimizer)
     for context in contexts:
         refuse_newcomers(context.root)
     checked.add(optimizer)
@@ -151,10 +150,10 @@ def context_of(module: nn.Module | ShardContext) -> ShardContext:
 
 def _counted(group: ParamGroup, mesh: DeviceMesh | None) -> list[tuple[Tensor, int]]:
     """Gradients of a group, and how many ranks hold the same elements, including the tensor-parallel `mesh`."""
-    if mesh is None:
+    if mesh is None and all(entry.shape for entry in group.layout.entries):
         return [(group.main_grad, group.groups.replicas)]
-    views = zip(group.grads.views(), group.shards, strict=True)
-    return [(view, group.groups.replicas * copies(mesh, shard.span.part)) for view, shard in views]
+    views = enumerate(group.grads.views())
+    return [(view, group.holders(i) * copies(mesh, group.spans[i].part)) for i, view in views]
 
 
 @torch.no_grad()

@@ -1,16 +1,7 @@
-"""Input checks of `fully_shard`: arguments, parameters, optimizers, and equal weights on all ranks.
-
-Note: [A trial of an optimizer]
-An optimizer that takes norms or products of whole weights (LARS, Shampoo, Muon, ...) runs on shards without an error,
-with results that depend on the number of ranks. So before an optimizer's first step, a copy of it with the same
-settings updates a small matrix, and two shards of the same matrix with the same gradients. An elementwise optimizer
-gives the same weights. A trial that fails or draws random numbers proves nothing.
-"""
+"""Input checks of `fully_shard`: arguments, parameters, optimizers, and equal weights on all ranks."""
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Container, Sequence
 from itertools import pairwise
 from typing import Any
@@ -18,80 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import Optimizer
 
 from hocket.fsdp.members import UNIT, Member, is_called
-from hocket.fsdp.muon import refuse_no_matrices
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.layers.slices import Span
 from hocket.runtime.weights import sink_of
-
-ROWS, COLUMNS, CUT = 48, 32, 481
-STEPS = 3
-"""Some optimizers only use the first gradient in the first step."""
-
-
-def is_elementwise(optimizer: Optimizer, group: int, like: Tensor, keeps_all: bool) -> bool:
-    """Whether the optimizer updates shards like whole weights. See Note: [A trial of an optimizer].
-
-    Uses the settings of parameter group number `group`, and dtype and device of `like`; with `keeps_all` a rank has
-    whole weights, flattened.
-    """
-    cuts = [0, ROWS * COLUMNS] if keeps_all else [0, CUT, ROWS * COLUMNS]
-    try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            first, again, parts = (_trained(optimizer, group, like, where) for where in ([], [], cuts))
-    except Exception:
-        return True
-    if not torch.equal(first, again):
-        return True
-    moved = (first - _start(first).float()).abs().max()
-    return bool((first - parts).abs().max() <= 1e-3 * moved)
-
-
-def _start(like: Tensor) -> Tensor:
-    return torch.linspace(-1, 1, ROWS * COLUMNS).to(like.device, like.dtype)
-
-
-def _trained(optimizer: Optimizer, group: int, like: Tensor, cuts: Sequence[int]) -> Tensor:
-    """The weights after some steps, flat: of the whole matrix, or of shards cut at `cuts`."""
-    weights = _start(like)
-    parts = [ShardedParameter(weights[lo:hi].clone()) for lo, hi in pairwise(cuts)]
-    for part, (lo, hi) in zip(parts, pairwise(cuts), strict=True):
-        part.full_name, part.full_shape = "trial", torch.Size((ROWS, COLUMNS))
-        part.span = Span((ROWS, COLUMNS), lo, hi)
-    params: list[nn.Parameter] = [*parts] or [nn.Parameter(weights.view(ROWS, COLUMNS))]
-    tried = _copy(optimizer, group, params)
-    step = type(optimizer).step
-    step = getattr(step, "__wrapped__", step)  # without torch's step hooks
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(STEPS):
-        grad = 3 * torch.randn(ROWS * COLUMNS, generator=generator).to(weights)
-        for param in params:
-            here = grad[param.lo : param.hi] if isinstance(param, ShardedParameter) else grad.view(ROWS, COLUMNS)
-            param.grad = here.clone()
-        step(tried)
-    return torch.cat([_values(param).flatten() for param in params]).float()
-
-
-def _values(param: nn.Parameter) -> Tensor:
-    return param.to_local() if isinstance(param, ShardedParameter) else param.detach()
-
-
-def _copy(optimizer: Optimizer, group: int, params: list[nn.Parameter]) -> Optimizer:
-    """A copy of an optimizer before its first step, holding `params`."""
-    new = object.__new__(type(optimizer))
-    held = [param for group in optimizer.param_groups for param in group["params"]]
-    memo: dict[int, Any] = {id(param): None for param in held}
-    for name, value in optimizer.__dict__.items():
-        if name not in ("state", "param_groups"):
-            new.__dict__[name] = copy.deepcopy(value, memo) if isinstance(value, dict | list | Tensor) else value
-    settings = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
-    settings = {**copy.deepcopy(settings), "lr": 0.01}
-    new.state, new.param_groups = defaultdict(dict), [{**settings, "params": params}]
-    return new
 
 
 class Fingerprints:
@@ -240,28 +163,6 @@ def _refuse_shared_memory(params: Sequence[Member]) -> None:
             raise ValueError(
                 f"parameters {one.name} and {other.name} lie in the same memory, but are two objects, which sharding "
                 f"would part: tie them as one nn.Parameter, or clone() one of them"
-            )
-
-
-def refuse_matrices(optimizer: Optimizer) -> None:
-    """Refuse optimizers that are not elementwise, except Muon (`muon.py`)."""
-    if isinstance(optimizer, torch.optim.Muon):
-        refuse_no_matrices(optimizer)
-        return
-    for number, held in enumerate(optimizer.param_groups):
-        shards = [param for param in held["params"] if isinstance(param, ShardedParameter) and param.group is not None]
-        if not shards:
-            continue
-        parts = [shard for shard in shards if not shard.keeps_all]
-        refused = isinstance(optimizer, torch.optim.Adafactor) or (
-            isinstance(optimizer, torch.optim.LBFGS) and bool(parts)
-        )
-        if not refused and not type(optimizer).__module__.startswith("torch.optim."):
-            refused = not is_elementwise(optimizer, number, (parts or shards)[0].to_local(), keeps_all=not parts)
-        if refused:
-            raise ValueError(
-                f"{type(optimizer).__name__} computes with whole weights, and sharded parameters are 1-D parts of "
-                f"them: use an elementwise optimizer, such as torch.optim.AdamW, or torch.optim.Muon"
             )
 
 

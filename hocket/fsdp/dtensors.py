@@ -4,9 +4,7 @@ Note: [Two meshes]
 A DTensor's local part is sharded once more, over the ranks of another mesh; gathers, reductions and updates treat it as
 an ordinary parameter. While its unit is in use, modules see a DTensor around it, so torch's tensor parallelism works as
 without sharding. The DTensor is made inside of autograd: its gradient comes back in the weight's layout, summed over
-tensor-parallel ranks where each has seen some of the tokens.
-
-Shards have the shape of the whole weight. Norms and other reductions of a parameter run over both meshes.
+tensor-parallel ranks where each has seen some of the tokens. Optimizers see a DTensor on a mesh of both axes.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +24,8 @@ from hocket.runtime.world import all_reduce_over_group, rank_and_world
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Replicate, Shard
+
+    from hocket.fsdp.param_group import ParamGroup
 
 _TENSOR = "torch.distributed.tensor"
 """Imported only if the program has imported it: it takes a second."""
@@ -104,6 +104,40 @@ def mesh_of(
             )
         found = mesh
     return found
+
+
+def spec_of(group: ParamGroup, index: int) -> Any:
+    """The `DTensorSpec` of a member's shards; None if this rank keeps it whole."""
+    member, mesh = group.members[index], group.groups.mesh
+    if mesh is None and member.dtensor is None:
+        return None
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placements: list[Any] = []
+    if mesh is not None:
+        placements = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0) if member.shape else Replicate()]
+    if member.dtensor is not None:
+        tensors, placement = member.dtensor.mesh, member.dtensor.placement
+        if mesh is not None and placement == Shard(0):  # rows of this rank's rows
+            placements[-1] = _StridedShard(0, split_factor=tensors.size())
+        placements.append(placement)
+        mesh = tensors if mesh is None else _of_both(mesh, tensors)
+    like = torch.empty(member.shape, device="meta")
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(like.shape, like.stride(), group.formats.main))
+
+
+def _of_both(mesh: DeviceMesh, tensors: DeviceMesh) -> DeviceMesh:
+    """The mesh whose axes are those of both, which are slices of one mesh."""
+    roots = [one._get_root_mesh() for one in (mesh, tensors)]
+    names = [one.mesh_dim_names for one in (mesh, tensors)]
+    if roots[0] != roots[1] or None in names:
+        raise ValueError(
+            f"parameters are DTensors on {tensors}, and hocket.fully_shard would divide them over {mesh}: slice both "
+            f"from one mesh with names, as init_device_mesh(..., mesh_dim_names=('dp', 'tp')) makes it"
+        )
+    return roots[0][(*names[0], *names[1])]
 
 
 def ranks_of(mesh: DeviceMesh | None) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """Layout of a unit: where each parameter is in its buffer, and which rows of it each rank keeps.
 
-A parameter is divided over ranks by rows, like torch's `Shard(dim)`: each rank has `ceil(rows / ranks)` of them, the
-last ranks fewer or none. In the buffer a parameter is whole, with padding after its last row, so that it is a view of
-the buffer and a rank's rows are one slice (`runtime/pieces.py`). Chunks of a shard are aligned to 64 elements, 128
-bytes in bf16, so that kernels and collectives are fast.
+A parameter is divided over ranks by rows, like torch's `Shard(0)`: each rank has `ceil(rows / ranks)` of them, the last
+ranks fewer or none. In the buffer a parameter is whole, with padding after its last row, so that it is a view of the
+buffer and a rank's rows are one slice (`runtime/pieces.py`). Chunks of a shard are aligned to 64 elements, 128 bytes in
+bf16, so that kernels and collectives are fast. A single number has no rows: every rank keeps it, like `Replicate()`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ class Entry:
     """Elements of a chunk."""
     offset: int
     """Of the whole in the buffer."""
+
+    @property
+    def is_kept_by_all(self) -> bool:
+        return not self.shape
 
     @property
     def numel(self) -> int:
@@ -66,10 +70,12 @@ class FlatLayout:
         world: int,
         align: int = ALIGN,
         alike: int = 1,
+        fine: bool = False,
     ) -> FlatLayout:
         """Lay out parameters (name, shape) for `world` ranks, chunks aligned to `align` elements.
 
-        A row is what the last dimension has. `alike` ranks with the same shard can divide it among them.
+        A row is an index of the first dimension, or with `fine` of all dimensions but the last: stacked weights then
+        need less padding. `alike` ranks with the same shard can divide it among them.
         """
         assert world >= 1
         assert align >= 1
@@ -77,7 +83,8 @@ class FlatLayout:
         assert len({name for name, _ in params}) == len(params), "two parameters of one unit have the same name"
         entries, end = list[Entry](), 0
         for name, shape in params:
-            rows, width = (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (math.prod(shape), 1)
+            first = max(1, len(shape) - 1) if fine else 1
+            rows, width = math.prod(shape[:first]), math.prod(shape[first:])
             start, chunk = _up(end, align), -(-rows // world) * width
             entries.append(Entry(name, shape, start, chunk, world * start))
             end = start + chunk
@@ -107,6 +114,8 @@ class FlatLayout:
     def local(self, name: str, rank: int) -> Local:
         """What `rank` keeps of a parameter."""
         entry = self.by_name[name]
+        if entry.is_kept_by_all:
+            return Local(0, 1, entry.start)
         lo, hi = (min(each * entry.chunk, entry.numel) for each in (rank, rank + 1))
         return Local(lo, hi, entry.start)
 

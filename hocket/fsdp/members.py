@@ -200,19 +200,24 @@ def forward_of(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
 
 
 def _load(shard: ShardedParameter, value: Tensor, name: str) -> None:
-    assert shard.group is not None
-    span, local = shard.group.span_of(shard), shard.to_local()
-    if value.shape == span.shape:
-        value = span.of(value.detach())
-    elif value.shape != local.shape:
+    span, local = shard.group.span_of(shard.position), shard.group.locals[shard.position]
+    divided, here = hasattr(value, "_local_tensor"), _local(value)
+    if not divided and value.shape == span.shape:
+        here = span.of(here)
+    elif not divided or value.shape != shard.shape or here.numel() != local.numel():
         raise ValueError(
-            f"{name} is {tuple(value.shape)} in the state dict, and neither the weight, which is {span.shape}, nor "
-            f"what this rank keeps of it, {len(local)} elements: load a state dict of the same model, or a "
-            f"checkpoint with hocket.checkpoint.load"
+            f"{name} is {tuple(value.shape)} in the state dict, and neither the weight, which is {span.shape}, nor a "
+            f"DTensor with the {len(span)} elements that this rank keeps of it: load a state dict of the same model, "
+            f"or a checkpoint with hocket.checkpoint.load"
         )
     with torch.no_grad():
-        local.copy_(value)
+        local.copy_(here.reshape(-1))
     shard.group.valueless = False
+
+
+def _local(value: Tensor) -> Tensor:
+    """The local tensor of a DTensor; other tensors without their graph."""
+    return value.detach()._local_tensor if hasattr(value, "_local_tensor") else value.detach()
 
 
 _subclasses: dict[tuple[type[nn.Module], type | None], type[nn.Module]] = {}
@@ -253,9 +258,10 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for key, shard in self._parameters.items():
             if isinstance(shard, ShardedParameter):
-                part, group = shard.to_local(), shard.group
+                group = shard.group
+                part = group.locals[shard.position]
                 new = fn(part)
-                if group is not None and group.late and (new.dtype, new.device) == (part.dtype, part.device):
+                if group.late and (new.dtype, new.device) == (part.dtype, part.device):
                     group.valueless = False  # to_empty(): initial values follow
                 elif new.dtype != part.dtype or new.data_ptr() != part.data_ptr():
                     raise ValueError(
@@ -271,7 +277,8 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
             if isinstance(shard, ShardedParameter) and not keep_vars:
                 full = self.__dict__.get(key)
                 gathered = full is not None and self.__dict__[UNIT].context.is_gathered  # will be freed
-                destination[prefix + key] = full.detach().clone() if gathered else shard.to_local()
+                kept = getattr(shard, "_plain", shard).detach()
+                destination[prefix + key] = full.detach().clone() if gathered else kept
 
     def load(self: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         state = dict(state)

@@ -238,7 +238,6 @@ class ShardContext:
             for group in unit.groups:
                 group.settle = self.finish_step
                 group.usage.ask = partial(self._find_unused, group)
-                group.know_wholes(partial(self.over_ranks, parts=group.groups))
 
     def __repr__(self) -> str:
         kept = sum(group.nbytes for group in self.param_groups)

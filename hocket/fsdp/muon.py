@@ -1,5 +1,6 @@
-"""Muon for sharded parameters: the Newton-Schulz iteration on whole matrices, and `torch.optim.Muon` after
-`fully_shard`.
+"""Muon's Newton-Schulz iteration on whole matrices of sharded parameters, for planned steps.
+
+`torch.optim.Muon` on a sharded module is torch's own: it computes with DTensors.
 
 Note: [Each matrix on one rank]
 Muon's momentum is elementwise and stays sharded; the iteration needs whole matrices. For the matrices of one
@@ -10,13 +11,7 @@ Muon's momentum is elementwise and stays sharded; the iteration needs whole matr
     reduce-scatters  the results: all ranks but one have zeros, so the sum is exact
 
 This moves 4 bytes per element and needs a bf16 buffer of the largest group. Ranks with whole parameters iterate all of
-them. For `torch.optim.Muon` it runs on the caller's stream and the reductions' group, after all reductions, since
-gathers may be in flight on theirs.
-
-Note: [How torch's Muon is replaced]
-When hocket shards the first model, it replaces `Muon._init_group`, which collects a parameter group's tensors, by
-`collect`, which updates shards itself and leaves other parameters to torch. So settings, state and closures are
-torch's, and existing optimizers work too.
+them.
 
 Formulas and constants are those of `torch.optim.Muon` (Jordan et al. 2024, "Muon: an optimizer for hidden layers in
 neural networks"): a matrix moves by about the nearest orthogonal matrix to its momentum.
@@ -29,15 +24,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.optim import Muon, Optimizer
 
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.part import plain
-from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.runtime.transports import Pending
 
 COEFFICIENTS, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
@@ -69,12 +60,6 @@ def factor_of(shape: Sequence[int], scale: str | None) -> float:
     """
     rows, columns = shape
     return 0.2 * math.sqrt(max(rows, columns)) if scale == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
-
-
-_init_group: Any = Muon._init_group  # pyrefly: ignore[missing-attribute]
-
-_buffers: WeakKeyDictionary[Optimizer, dict[int, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
-"""(whole momenta in bf16, this rank's results in fp32) by groups of ranks."""
 
 
 class WholeMatrices:
@@ -132,88 +117,3 @@ class WholeMatrices:
             parts.copy_(whole)
             return Pending()
         return self.group.groups.reduce.reduce_sum(whole, parts, 1.0, False, self.group.layout.pieces)
-
-
-def refuse_no_matrices(optimizer: Muon) -> None:
-    """Raise ValueError for shards that Muon can't update: vectors, complex numbers, parts of matrices."""
-    for shard in (param for held in optimizer.param_groups for param in held["params"]):
-        if not isinstance(shard, ShardedParameter) or not isinstance(shard.group, ParamGroup):
-            continue
-        if shard.ndim != 2 or shard.is_complex():
-            raise ValueError(
-                f"Muon updates matrices, and {shard.full_name} has the shape {tuple(shard.shape)} and dtype "
-                f"{shard.dtype}: give real ones with two dimensions, and the others to torch.optim.AdamW"
-            )
-        if shard.group.groups.part[1] > 1 or shard.span.part is not None:
-            by = "Placement.part" if shard.span.part is None else "a DTensor"
-            raise ValueError(
-                f"{shard.full_name} is a part of a matrix that ranks split among them ({by}), "
-                f"and Muon needs whole ones: give it to torch.optim.AdamW"
-            )
-
-
-def collect(optimizer: Muon, held: Mapping[str, Any], *lists: list[Tensor]) -> bool:
-    """Update the shards of a parameter group; others go to torch's `lists`. Every rank calls this alike."""
-    together: dict[ParamGroup, list[ShardedParameter]] = {}
-    others = []
-    for param in held["params"]:
-        group = param.group if isinstance(param, ShardedParameter) else None
-        if isinstance(group, ParamGroup):
-            together.setdefault(group, []).append(param)
-        else:
-            others.append(param)
-    if together:
-        refuse_no_matrices(optimizer)
-        _make_buffers(optimizer, list(together))
-    for group, shards in together.items():
-        there = [shard for shard in shards if shard.grad is not None]
-        if there:
-            _step(optimizer, group, there, held)
-    return _init_group(optimizer, {**held, "params": others}, *lists)
-
-
-def _make_buffers(optimizer: Muon, groups: Sequence[ParamGroup]) -> None:
-    made = _buffers.setdefault(optimizer, {})
-    for group in groups:
-        if group.keeps_all:
-            continue
-        key, alike = id(group.groups), [other for other in groups if other.groups is group.groups]
-        total, kept = max(g.layout.total for g in alike), max(g.main.numel() for g in alike)
-        if key not in made or len(made[key][0]) < total or len(made[key][1]) < kept:
-            whole = torch.zeros(total, dtype=torch.bfloat16, device=group.device)
-            made[key] = whole, torch.empty(kept, dtype=torch.float32, device=group.device)
-
-
-def _ahead(optimizer: Muon, shard: ShardedParameter, held: Mapping[str, Any]) -> Tensor:
-    """Update the local momentum; return it, or Nesterov's lookahead."""
-    assert shard.grad is not None
-    state, momentum, grad = optimizer.state[shard], held["momentum"], plain(shard.grad)
-    if "momentum_buffer" not in state:
-        state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
-    average = plain(state["momentum_buffer"])
-    average.lerp_(grad, 1 - momentum)
-    return grad.lerp(average, momentum) if held["nesterov"] else average
-
-
-def _step(optimizer: Muon, group: ParamGroup, shards: Sequence[ShardedParameter], held: Mapping[str, Any]) -> None:
-    how = tuple(held["ns_coefficients"]), held["ns_steps"], held["eps"]
-    if group.keeps_all:  # one by one: no buffer is needed
-        for shard in shards:
-            ahead = _ahead(optimizer, shard, held).view(1, *shard.shape).to(group.device)
-            _move(shard, orthogonal(ahead, *how).reshape(-1), held)
-        return
-    here = group.here
-    matrices = WholeMatrices(group, [shard.position for shard in shards])
-    whole, parts = _buffers[optimizer][id(group.groups)]
-    whole, parts = whole[: group.layout.total], parts[: group.main.numel()]
-    matrices.gather(whole, {shard.position: _ahead(optimizer, shard, held) for shard in shards}).wait()
-    matrices.iterate(whole, *how)
-    matrices.scatter(whole, parts).wait()
-    for shard in shards:
-        _move(shard, parts[here[shard.position]], held)
-
-
-def _move(shard: ShardedParameter, update: Tensor, held: Mapping[str, Any]) -> None:
-    lr, local = float(held["lr"]), shard.to_local()
-    local.mul_(1 - lr * held["weight_decay"])
-    local.add_(update.to(local.device), alpha=-lr * factor_of(shard.shape, held["adjust_lr_fn"]))

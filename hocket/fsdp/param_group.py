@@ -22,21 +22,18 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.dtensors import over
 from hocket.fsdp.layout import FlatLayout
 from hocket.fsdp.members import Member
 from hocket.fsdp.options import Offload, Precision
-from hocket.fsdp.part import How, Part, Place, ReduceOverRanks
 from hocket.fsdp.shard_grads import LocalSum, ShardGrads, ShardMemory, Usage, zero_others
 from hocket.fsdp.shard_groups import ShardGroups
-from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.layers.slices import Span
 from hocket.runtime.transports import Pending
 
@@ -56,7 +53,9 @@ class ParamGroup:
         precision: Precision,
         device: torch.device,
         offload: Offload = "none",
+        fine: bool = False,
     ) -> None:
+        """`fine`: see `FlatLayout.build`."""
         assert members
         param = members[0].param
         self.members, self.groups, self.device = tuple(members), groups, device
@@ -66,11 +65,14 @@ class ParamGroup:
         self.divide = groups.divide
         """Divisor of summed gradients."""
         shapes = [(one.name, tuple(one.param.shape)) for one in members]
-        self.layout = FlatLayout.build(shapes, groups.gather.size, alike=groups.alike)
+        self.layout = FlatLayout.build(shapes, groups.gather.size, alike=groups.alike, fine=fine)
         self.position = groups.gather.rank
         """Which of the layout's shards this rank keeps."""
         self.here = self.layout.slices(self.position)
         """What this rank keeps of each member, as ranges of its shard."""
+        kept = [self.layout.local(member.name, self.position) for member in members]
+        self.spans = [member.span(local.lo, local.hi) for member, local in zip(members, kept, strict=True)]
+        """The same as elements of each whole parameter."""
 
         self.main = self.memory.zeros(self.layout.shard, self.formats.main)
         apart = self.memory.on_host or (self.whole and self.formats.main != self.formats.compute)
@@ -83,9 +85,12 @@ class ParamGroup:
         """Allocates the gradients before they are reduced or set."""
         self.let_grads_go: Callable[[], None] = self.grads.let_go
         """Frees forgotten gradients, if that is safe."""
-        self._reduce_over_ranks: ReduceOverRanks | None = None
-        self._parts: dict[int, tuple[Tensor, Part]] = {}  # (memory, the `Part` that readers see)
-        self.shards = self._make_shards()
+        self.locals = [self.main[here] for here in self.here]
+        """The main weights here of each member, 1-D: live memory."""
+        self.shards: list[Any] = []
+        """`ShardedParameter`s of the members, if it belongs to a module."""
+        self.shown_grads: dict[int, tuple[Tensor, Tensor]] = {}
+        """By member: memory of a gradient, and the tensor that readers see."""
         for i in (i for i, member in enumerate(members) if not member.param.is_meta):
             self.load(i, members[i].param)
         self.late = self.valueless = False
@@ -103,46 +108,11 @@ class ParamGroup:
     def __repr__(self) -> str:
         return f"ParamGroup({self.members[0].name} and {len(self.members) - 1} more)"
 
-    def _make_shards(self) -> list[ShardedParameter]:
-        shards = []
-        for i, (member, here) in enumerate(zip(self.members, self.here, strict=True)):
-            shard = ShardedParameter(self.main[here], self.trainable)
-            local = self.layout.local(member.name, self.position)
-            shard.full_name, shard.full_shape, shard.position = member.name, member.shape, i
-            shard.span = member.span(local.lo, local.hi)
-            shard.join(self)
-            shards.append(shard)
-        return shards
-
     def rename(self, index: int, name: str, *owners: tuple[nn.Module, str]) -> None:
         """Give a member its name in a larger model, and more places that hold it."""
         old = self.members[index]
         new = replace(old, name=name, owners=(*old.owners, *owners))
         self.members = (*self.members[:index], new, *self.members[index + 1 :])
-        self.shards[index].full_name = name
-        self.shards[index].place = self._place_of(self.shards[index])
-        self._parts.clear()
-
-    def know_wholes(self, reduce: ReduceOverRanks) -> None:
-        """Give shards reductions over all ranks. See Note: [A part knows its whole]."""
-        self._reduce_over_ranks = reduce
-        self._parts.clear()
-        for shard in self.shards:
-            shard.place = self._place_of(shard)
-
-    def _place_of(self, shard: ShardedParameter) -> Place | None:
-        if self._reduce_over_ranks is None or self.keeps_all:
-            return None
-        group, dtensor = weakref.ref(self), self.members[shard.position].dtensor
-
-        def reduce(value: Tensor, how: How) -> None:
-            mine = group()
-            if mine is not None and mine._reduce_over_ranks is not None:
-                mine._reduce_over_ranks(value, how)
-            if dtensor is not None and dtensor.part is not None:
-                over(dtensor.mesh, value, how)
-
-        return Place(shard.full_name, shard.span, reduce)
 
     @property
     def learning(self) -> int:
@@ -168,6 +138,11 @@ class ParamGroup:
         """Whether `weight` is the whole weights, on the device, so that nothing is gathered."""
         return self.layout.world == 1 and not self.memory.on_host
 
+    def holders(self, index: int) -> int:
+        """How many ranks of the mesh hold the elements of a member that this one has."""
+        alone = self.layout.world if self.layout.entries[index].is_kept_by_all else 1
+        return self.groups.replicas * alone
+
     @functools.cached_property
     def is_divided(self) -> bool:
         """Whether tensor-parallel ranks have other parts of its parameters."""
@@ -184,21 +159,22 @@ class ParamGroup:
         copied = 0 if self.weight is self.main else self.weight.nbytes
         return self.main.nbytes + copied + self.grads.nbytes + self.local.nbytes
 
-    def span_of(self, shard: ShardedParameter) -> Span:
-        """Which elements of the whole model's parameter a shard has."""
+    def span_of(self, index: int) -> Span:
+        """Which elements of the whole model's parameter this rank has of a member."""
         position, parts = self.groups.part
-        shape, before = shard.span.shape, position * math.prod(shard.span.shape)
+        span = self.spans[index]
+        shape, before = span.shape, position * math.prod(span.shape)
         if parts == 1:
-            return shard.span
+            return span
         whole = (shape[0] * parts, *shape[1:]) if shape else (parts,)
-        return Span(whole, before + shard.lo, before + shard.hi)
+        return Span(whole, before + span.lo, before + span.hi)
 
     # Weights
 
     @torch.no_grad()
     def load(self, index: int, value: Tensor) -> None:
-        shard = self.shards[index]
-        shard.to_local().copy_(value.detach().reshape(-1)[shard.lo : shard.hi])
+        span = self.spans[index]
+        self.locals[index].copy_(value.detach().reshape(-1)[span.lo : span.hi])
 
     def bind(self, flat: Tensor) -> None:
         """Make the full parameters views of `flat[:total]`, or of `weight` if the group is held whole.
@@ -258,6 +234,8 @@ class ParamGroup:
         self._reducing.wait()  # in order, where collectives are pending
         self._outer.wait()
         flat = flat[: self.layout.total]
+        for entry in (entry for entry in self.layout.entries if entry.is_kept_by_all):
+            flat[entry.offset : entry.offset + self.layout.world] = flat[entry.offset]
         # Overwrite if all was forgotten, or only the first replica keeps it; see Note: [What the outer all-reduce
         # adds up].
         add = self.has_grad and not (self._summed and self.groups.outer.rank > 0)
@@ -308,19 +286,14 @@ class ParamGroup:
         return any(self._has)
 
     def grad_of(self, index: int) -> Tensor | None:
-        """The value of `shards[index].grad`."""
+        """The gradient here of a member, 1-D, after all reductions; None without one."""
         self.settle()
         if not self.trainable or not self._has[index] or self.usage.unused_by_all(index):
             return None
-        view, place = self.grads.views()[index], self.shards[index].place
-        if place is None:
-            return view
-        if index not in self._parts or self._parts[index][0] is not view:
-            self._parts[index] = view, Part.of(view, place)
-        return self._parts[index][1]
+        return self.grads.views()[index]
 
     def forget(self, index: int) -> None:
-        """Set `shards[index].grad` to None: the next reduction overwrites it."""
+        """Drop the gradient of a member: the next reduction overwrites it."""
         self._has[index] = False
         self.local.has[index] = False
         self.usage.forget(index)
@@ -328,15 +301,9 @@ class ParamGroup:
             self._let_go()
 
     def set_grad(self, index: int, value: Tensor) -> None:
-        """Copy a tensor to `shards[index].grad`."""
+        """Copy a 1-D tensor to the gradient here of a member."""
         if not self.trainable:
             raise ValueError(f"{self.members[index].name} is frozen and has no gradient: set it to None only")
-        value = (shard := self.shards[index]).elements("grad", value)
-        if value.shape != (shard.hi - shard.lo,):
-            raise ValueError(
-                f"a gradient of shape {tuple(value.shape)} does not fit the shard of {shard.full_name} on this rank, "
-                f"which has {(shard.hi - shard.lo,)}"
-            )
         self.settle()
         self.make_grads()
         with torch.no_grad():
@@ -361,4 +328,4 @@ class ParamGroup:
         if self.grads.flat is not None:
             self.let_grads_go()
         if self.grads.flat is None:
-            self._parts.clear()  # they hold the memory too
+            self.shown_grads.clear()  # they hold the memory too

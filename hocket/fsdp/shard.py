@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from hocket.fsdp import hooks
 from hocket.fsdp.checks import IGNORED, Fingerprints, refuse_foreign, refuse_strange, refuse_uncalled, take_first_rank
-from hocket.fsdp.dtensors import mesh_of, refuse_overlap
+from hocket.fsdp.dtensors import mesh_of, refuse_overlap, spec_of
 from hocket.fsdp.fsdp2 import FSDPModule, Place, ShardRequest
 from hocket.fsdp.members import (
     UNIT,
@@ -38,7 +38,7 @@ from hocket.fsdp.options import Formats, Precision, ShardOptions, UnitOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.same_order import order_over
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
-from hocket.fsdp.torch_functions import install
+from hocket.fsdp.sharded_parameter import make_parameter
 from hocket.runtime.weights import set_sink, sink_of
 
 
@@ -130,7 +130,6 @@ def _adopt(root: nn.Module, units: Sequence[Unit]) -> None:
 contexts: WeakSet[ShardContext] = WeakSet()
 checked: WeakSet[Optimizer] = WeakSet()
 """Optimizers checked since the last sharding."""
-install(contexts)
 
 
 def shard_model(module: nn.Module, units: Rule, request: ShardRequest) -> ShardContext:
@@ -196,7 +195,9 @@ def _shard(
             if request.first_rank:
                 take_first_rank([member.param for member in here], where, device)
             fingerprints.add(here, where, device)
-            groups.append(ParamGroup(alike, where, request.precision, device, options.offload))
+            group = ParamGroup(alike, where, request.precision, device, options.offload)
+            group.shards = [make_parameter(group, i, spec_of(group, i)) for i in range(len(alike))]
+            groups.append(group)
             groups[-1].late = groups[-1].valueless = len(here) < len(alike)
         made.append(_unit(bucket or [("", one) for one in modules], groups, request.unit))
         for old, new in zip(members, mine, strict=True):

@@ -154,6 +154,7 @@ class ShardGrads:
         self._copy: Tensor | None = None
         self._views: list[Tensor] = []
         self._versions = (-1, -1)  # versions of flat and of the copy, when it was made
+        self._written = False
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -190,13 +191,17 @@ class ShardGrads:
             self._versions = (-1, -1)
         if self._versions[0] != self.flat._version:
             self._copy.copy_(self.flat)
-            self._versions = self.flat._version, self._copy._version
+            self._versions, self._written = (self.flat._version, self._copy._version), False
         return self._views
+
+    def wrote(self) -> None:
+        """A reader has written to a view in a way that its version does not show."""
+        self._written = True
 
     def take_back(self) -> None:
         """Before the gradients change: take over readers' writes."""
         if self.flat is not None and self._copy is not None and self._versions[0] == self.flat._version:
-            if self._copy._version != self._versions[1]:
+            if self._written or self._copy._version != self._versions[1]:
                 self.flat.copy_(self._copy)
         self.drop()
 

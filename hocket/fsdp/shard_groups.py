@@ -66,6 +66,8 @@ class ShardGroups:
     divide: float
     part: tuple[int, int] = (0, 1)
     holders: Ranks = ()
+    mesh: DeviceMesh | None = None
+    """Whose last axis divides parameters, for DTensors; None if nothing is divided, or parameters are no DTensors."""
     moved_by: str = ""
     """The transport within the shard group, and why not copy engines."""
 
@@ -114,9 +116,16 @@ def shard_groups_for(placement: Placement, strategy: str, options: ShardOptions,
             divide=divide,
             part=placement.part,
             holders=mesh,
+            mesh=_divided_over(placement.mesh, gather, device),
             moved_by=f"{transport} ({reason})" if reason else transport,
         )
     return _made[key]
+
+
+def _divided_over(mesh: DeviceMesh | None, gather: Ranks, device: torch.device) -> DeviceMesh | None:
+    if len(gather) == 1:
+        return None
+    return DeviceMesh(device.type, list(gather)) if mesh is None else mesh
 
 
 def _forget_other_worlds(world: object) -> None:

@@ -1,4 +1,4 @@
-"""A parameter's local elements, as an optimizer sees them.
+"""The parameters of a sharded model: DTensors of torch, of which each rank holds rows.
 
 Note: [Reading a gradient waits for it]
 Gradients are reduced into a group's `main_grad` during backward, without waiting. Reading `grad` first orders the
@@ -6,196 +6,228 @@ reader's work after the open reductions (`ParamGroup.settle`). So optimizers, cl
 nothing waits between microbatches.
 
 Note: [Changes of weights are noticed]
-In-place changes of shards, which are views of `main`, show in its version counter; `data` shares the counter too,
-unlike torch's. Fused optimizers don't count, so each step of a torch optimizer invalidates the groups of its shards.
-Reading alone changes nothing: one rank may do it by itself, and all ranks must gather alike.
+A gather moves what the weights are now, so changes must be known. In-place changes of local tensors, which are views of
+`main`, show in its version counter. DTensor's dispatch computes below that counter, so `Watched` tells its group of
+each op that writes to it or to a view of it. Fused optimizers change no counter, so each step of a torch optimizer
+invalidates the groups of its parameters. Reading alone changes nothing: one rank may do it by itself, and all ranks
+must gather alike.
 
 Note: [Autograd never sees a shard]
-Modules compute with full parameters. A loss computed from shards, say a penalty on `module.parameters()`, would use one
-rank's elements and lose its gradient. So a gradient that arrives at a shard is an error, as are hooks that would never
-run.
+Modules compute with full parameters. A loss computed from shards, say a penalty on `module.parameters()`, would lose
+its gradient. So a gradient that arrives at a shard is an error, as are hooks that would never run.
+
+Note: [Random numbers are drawn whole]
+Each rank draws the numbers of the whole parameter and keeps its own. So a model from the meta device that is
+initialized after sharding, by `reset_parameters()`, `torch.nn.init` or `weight.data.normal_()`, has the values of an
+unsharded one with the same seed.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_map, tree_map_only
 
-from hocket.fsdp.part import Part, Place, WholeSize, alongside, call, no_address, plain, whole_of
 from hocket.layers.slices import Span
 
+if TYPE_CHECKING:
+    from hocket.fsdp.param_group import ParamGroup
 
-class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent-inheritance]
-    """Elements `span` of a whole parameter, flattened; may be none. Note: [A part has the shape of its whole]."""
 
-    full_name: str
-    """In the root module."""
-    full_shape: torch.Size | None
-    """None: a copy, which has the shape of its elements."""
-    span: Span
-    """Its elements, within the whole parameter."""
+@cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """(position, name) of the arguments that an op of torch changes."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+
+
+@cache
+def _by_element(func: Any) -> bool:
+    """Whether an op changes lists of tensors element by element, so that each rank can do it with its rows."""
+    name = func._schema.name.removeprefix("aten::")
+    return name.startswith("_fused_") or (
+        name.startswith("_foreach_") and name.endswith("_") and name != "_foreach_copy_"
+    )
+
+
+class Watched(DTensor):
+    """A DTensor that shares memory with weights or gradients, and tells when it is written to."""
+
+    _plain: DTensor
+    """The same local tensor as DTensor of torch, which ops compute with."""
+    _wrote: Callable[[], None]
+    _cut: Callable[[Tensor], Tensor] | None
+    """This rank's elements, 1-D, of a whole tensor; None for views of some elements."""
+
+    @classmethod
+    def of(
+        cls,
+        plain: DTensor,
+        wrote: Callable[[], None],
+        cut: Callable[[Tensor], Tensor] | None = None,
+        requires_grad: bool = False,
+    ) -> Any:
+        made: Any = DTensor.__new__(cls, plain._local_tensor, plain._spec, requires_grad=requires_grad)
+        made._plain, made._wrote, made._cut = plain, wrote, cut
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy: Any = self._plain.clone()
+        if isinstance(self, nn.Parameter):
+            copy = nn.Parameter(copy, self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain.__reduce_ex__(protocol)
+
+    def data_ptr(self) -> int:
+        """Raises ValueError: a kernel that goes by shape would write beyond this rank's rows."""
+        raise ValueError(
+            f"data_ptr() of a DTensor of shape {tuple(self.shape)}, of which this rank has "
+            f"{tuple(self._local_tensor.shape)}: use to_local(), or an optimizer of torch's"
+        )
+
+    @classmethod
+    # pyrefly: ignore[bad-override]  (the stub of torch leaves out `func`)
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if torch.Tag.nondeterministic_seeded in func.tags and _writes(func) and isinstance(first, Watched):
+            if first._cut is not None:
+                first._draw(func, args[1:], kwargs)
+                return first
+        if _by_element(func) and _alike(args):
+            local = lambda x: x._local_tensor  # noqa: E731
+            found = func(*tree_map_only(DTensor, local, args), **tree_map_only(DTensor, local, kwargs))
+        else:
+            found = func(*tree_map(_plain_of, args), **tree_map(_plain_of, kwargs))
+        for position, name in _writes(func):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for one in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(one, Watched):
+                    one._wrote()
+        if isinstance(first, Watched):
+            if found is first._plain:
+                return first
+            if func.is_view:
+                return tree_map_only(DTensor, first._seen_as, found)
+        return found
+
+    def _seen_as(self, view: DTensor) -> Any:
+        return Watched.of(view, self._wrote, self._cut if view.numel() == self.numel() else None)
+
+    def _draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """See Note: [Random numbers are drawn whole]."""
+        assert self._cut is not None
+        local = self._local_tensor
+        whole = torch.empty(self.shape, dtype=local.dtype, device=local.device)
+        func(whole, *args, **kwargs)
+        local.copy_(self._cut(whole).view(local.shape))
+        self._wrote()
+
+
+def _plain_of(x: Any) -> Any:
+    return x._plain if isinstance(x, Watched) else x
+
+
+def _alike(args: Sequence[Any]) -> bool:
+    """Whether lists have DTensors of the same rows at each place, or single numbers."""
+    lists = [one for one in args if isinstance(one, list | tuple) and any(isinstance(x, DTensor) for x in one)]
+    first, *others = lists or [()]
+    if not all(isinstance(x, DTensor) for one in lists for x in one):
+        return False
+    return all(a._spec.placements == b._spec.placements for one in others for a, b in zip(first, one, strict=False))
+
+
+class ShardedParameter:
+    """What `module.parameters()` yields: a parameter whose `grad` and values are in the memory of a group.
+
+    A DTensor, or a plain tensor where this rank keeps the whole.
+    """
+
     position: int
     read_on_demand: Callable[[], Tensor | None] | None
     """Returns what a read as module attribute gives; None is the shard itself."""
-    place: Place | None
-    """Its elements, if other ranks hold others. See Note: [A part knows its whole]."""
-    _group: weakref.ref[Any] | None
-    """Its `ParamGroup`."""
+    _group: weakref.ref[ParamGroup]
     is_sparse = False  # optimizers read it often
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See Note: [A part knows its whole]."""
-        return call(func, args, kwargs or {})
-
-    def __new__(cls, data: Tensor, requires_grad: bool = True) -> ShardedParameter:
-        """Shares memory and version counter with `data`."""
-        shard = torch.Tensor._make_subclass(cls, data, requires_grad)
-        shard._group = shard.read_on_demand = shard.place = shard.full_shape = None
-        return shard
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        copy = memo[id(self)] = ShardedParameter(self.to_local().clone(), self.requires_grad)
-        copy.place = self.place
-        return copy
-
-    def join(self, group: Any) -> None:
-        """Join a group. See Note: [Autograd never sees a shard]."""
-        self._group = weakref.ref(group)
-        if self.requires_grad:
-            super().register_post_accumulate_grad_hook(_refuse_gradient)
 
     @property
     def group(self) -> Any:
-        """Its `ParamGroup`; None for a copy."""
-        return None if self._group is None else self._group()
+        """Its `ParamGroup`."""
+        return self._group()
+
+    @property
+    def full_name(self) -> str:
+        """Its name in the root module."""
+        return self.group.members[self.position].name
 
     @property
     def keeps_all(self) -> bool:
-        return self.group is not None and self.group.keeps_all
-
-    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]  (Tensor's takes an argument of its own)
-        if self.group is None:
-            return super().__repr__()
-        return (
-            f"ShardedParameter({self.full_name}: elements {self.lo} to {self.hi} of {tuple(self.shape)}, {self.dtype})"
-        )
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """Of the whole parameter."""
-        return self.to_local().shape if self.full_shape is None else self.full_shape
-
-    @property
-    def lo(self) -> int:
-        """First element here, within what this rank has while the unit is in use."""
-        return self.span.lo
-
-    @property
-    def hi(self) -> int:
-        """One after the last element here."""
-        return self.span.hi
-
-    def __getitem__(self, index: Any) -> Tensor:
-        """With a number, of a matrix: the local elements of that row, writable."""
-        if type(index) is not int or self.ndim < 2 or self.full_shape is None or self.span.part is not None:
-            return super().__getitem__(index)
-        length = self.shape[1:].numel()
-        first = range(self.shape[0])[index] * length  # raises IndexError
-        row = self.to_local()[max(first - self.lo, 0) : max(first + length - self.lo, 0)]
-        if self.place is None:
-            return row
-        lo, hi = (min(max(at - first, 0), length) for at in (self.lo, self.hi))
-        span = Span(tuple(self.shape[1:]), lo, hi)
-        return Part.of(row, Place(f"{self.full_name}[{index}]", span, self.place.reduce))
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """With a number, of a matrix: fill that row with a value."""
-        if type(index) is int and isinstance(value, int | float | complex) and self.ndim > 1 and self.full_shape:
-            with torch.no_grad():
-                self[index].fill_(value)
-        else:
-            super().__setitem__(index, value)
-
-    def to_local(self) -> Tensor:
-        """The local elements, 1-D, without autograd; shares memory."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.detach()
-
-    def full_tensor(self) -> Tensor:
-        """The whole weight, in the main dtype, as a plain tensor. All ranks of the model call this."""
-        if self.place is None:
-            return self.to_local().view(self.shape).clone()
-        return whole_of(self, self.place)
-
-    def elements(self, what: str, value: Tensor) -> Tensor:
-        """The local elements of a whole tensor; a plain tensor or part of these elements as it is.
-
-        Raises ValueError for a part with different elements.
-        """
-        if self.place is not None:
-            value = alongside(what, (self, value))[1]
-        elif value.shape == self.full_shape:
-            value = self.span.of(value)
-        return plain(value)
-
-    def data_ptr(self) -> int:
-        """Raises ValueError, except for a copy."""
-        if self.full_shape is None:
-            return super().data_ptr()
-        raise no_address(self.full_name, self.hi - self.lo, self.numel())
+        return self.group.keeps_all
 
     # Tensor.grad is a descriptor in C, which a property may replace.
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The gradient, in the dtype of the shard. See Note: [Reading a gradient waits for it]."""
-        group = self.group
-        if group is None:
-            return _GRAD.__get__(self)
-        return group.grad_of(self.position)
+        group, position = self.group, self.position
+        view = None if group is None else group.grad_of(position)
+        if view is None:
+            return None
+        if position not in group.shown_grads or group.shown_grads[position][0] is not view:
+            group.shown_grads[position] = view, self._shown(view)
+        return group.shown_grads[position][1]
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        group = self.group
-        if group is None:
-            _GRAD.__set__(self, value)
-        elif value is None:
-            group.forget(self.position)
+        if value is None:
+            self.group.forget(self.position)
         elif not isinstance(value, Tensor):
             raise ValueError(f"grad={value!r} of {self.full_name} is no tensor: set one like the shard, or None")
         else:
-            group.set_grad(self.position, value)
+            self.group.set_grad(self.position, self._elements("a gradient", value))
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self: Any) -> Tensor:
         """The values, without autograd. See Note: [Changes of weights are noticed]."""
         return self.detach()
 
     @data.setter
-    def data(self, value: Tensor) -> None:
-        group, local = self.group, self.to_local()
-        value = plain(value.detach()) if group is None else self.elements("data", value.detach())
-        if group is None:
-            _DATA.__set__(self, value)
-        elif value.shape != local.shape:
-            raise ValueError(
-                f"data of shape {tuple(value.shape)} does not fit the shard of {self.full_name} on this rank, which "
-                f"has {tuple(local.shape)}: write whole weights inside of ctx.gathered(changed=True)"
-            )
-        elif value.data_ptr() != local.data_ptr() or value.dtype != local.dtype:
+    def data(self: Any, value: Tensor) -> None:
+        group, value = self.group, self._elements("data", value.detach())
+        local = group.locals[self.position]
+        if value.data_ptr() != local.data_ptr() or value.dtype != local.dtype:
             local.copy_(value)  # the group gathers from this memory
 
+    def _elements(self: Any, what: str, value: Tensor) -> Tensor:
+        """The elements here, 1-D, of a whole tensor or of a DTensor with the same rows."""
+        span: Span = self.group.spans[self.position]
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if not isinstance(value, DTensor) and value.shape == self.shape:
+            return span.of(value)
+        if local.numel() != len(span) or value.shape not in (self.shape, (len(span),)):
+            raise ValueError(
+                f"{what} of shape {tuple(value.shape)} does not fit {self.full_name}, which is {tuple(self.shape)} and "
+                f"of which this rank has {len(span)} elements: give a DTensor like the parameter, or a whole tensor"
+            )
+        return local.reshape(-1)
+
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether it is trained."""
         return _REQUIRES_GRAD.__get__(self)
 
@@ -203,44 +235,109 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
+    def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
+        """Freeze the parameter or train it again: between steps, on all ranks alike."""
+        if requires_grad != self.requires_grad:
+            self.group.change(self.position, requires_grad)
+        _REQUIRES_GRAD.__set__(self, requires_grad)
+        if requires_grad and not self._post_accumulate_grad_hooks:
+            torch.Tensor.register_post_accumulate_grad_hook(self, _refuse_gradient)
+        return self
+
     def register_hook(self, hook: Callable[..., Any]) -> Any:
         """Refuse a hook that would never run."""
         self._refuse_hook("register_hook")
-        return super().register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
         """Refuse a hook that would never run."""
         self._refuse_hook("register_post_accumulate_grad_hook")
-        return super().register_post_accumulate_grad_hook(hook)
 
     def _refuse_hook(self, what: str) -> None:
-        if self.group is not None:
-            raise ValueError(
-                f"{what} on {self.full_name}: such a hook would never run, since a sharded parameter is not what "
-                f"autograd sees; change .grad after backward, or put a hook on the module"
-            )
+        raise ValueError(
+            f"{what} on {self.full_name}: such a hook would never run, since a sharded parameter is not what "
+            f"autograd sees; change .grad after backward, or put a hook on the module"
+        )
 
-    # The stub of torch calls the argument `mode`.
-    # pyrefly: ignore[bad-override-param-name]
-    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
-        """Freeze the parameter or train it again: between steps, on all ranks alike."""
-        if self.group is not None and requires_grad != self.requires_grad:
-            self.group.change(self.position, requires_grad)
-        with torch._C.DisableTorchFunctionSubclass():
-            super().requires_grad_(requires_grad)
-            if self.group is not None and requires_grad and not self._post_accumulate_grad_hooks:
-                super().register_post_accumulate_grad_hook(_refuse_gradient)
-        return self
+
+def make_parameter(group: ParamGroup, position: int, spec: DTensorSpec | None) -> Any:
+    """Member `position` of a group."""
+    shard: Any
+    local = group.locals[position]
+    if spec is None:
+        shard = torch.Tensor._make_subclass(_Whole, local.view(group.members[position].shape), group.trainable)
+    else:
+        shard = _Divided.of(_divided(group, position, spec, local), *_notes(group, position), group.trainable)
+        shard._is_param = True
+    shard._group, shard.position, shard.read_on_demand = weakref.ref(group), position, None
+    if group.trainable:
+        torch.Tensor.register_post_accumulate_grad_hook(shard, _refuse_gradient)
+    return shard
+
+
+def _divided(group: ParamGroup, position: int, spec: DTensorSpec, local: Tensor) -> DTensor:
+    """A DTensor of elements here, 1-D, of a member."""
+    shape = group.members[position].param.shape
+    rows = local.view(-1, *shape[1:]) if local.numel() else local.new_empty((0, *shape[1:]))
+    return DTensor.__new__(DTensor, rows if shape else local.view(()), spec, requires_grad=False)
+
+
+def _notes(group: ParamGroup, position: int) -> tuple[Callable[[], None], Callable[[Tensor], Tensor]]:
+    """What `Watched` calls, without keeping the group alive."""
+    span, group_of = group.spans[position], weakref.ref(group)
+
+    def wrote() -> None:
+        mine = group_of()
+        if mine is not None:
+            mine.invalidate()
+
+    return wrote, span.of
+
+
+class _Divided(ShardedParameter, Watched):  # pyrefly: ignore[inconsistent-inheritance]
+    """A parameter of which ranks have different rows."""
+
+    def like(self, flat: Tensor) -> Tensor:
+        """Elements here, 1-D, as a tensor like the parameter."""
+        return _divided(self.group, self.position, self._spec, flat)
+
+    def _shown(self, grad: Tensor) -> Tensor:
+        """A gradient, 1-D, as readers see it."""
+        return Watched.of(self.like(grad), self.group.grads.wrote, self._cut)
+
+    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]  (Tensor's takes an argument of its own)
+        local, placements = tuple(self._local_tensor.shape), self._spec.placements
+        return f"ShardedParameter({self.full_name}: {local} of {tuple(self.shape)}, {placements}, {self.dtype})"
+
+
+class _Whole(ShardedParameter, nn.Parameter):  # pyrefly: ignore[inconsistent-inheritance]
+    """A parameter that this rank keeps whole."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def like(self, flat: Tensor) -> Tensor:
+        """Elements here, 1-D, as a tensor like the parameter."""
+        return flat.view(self.shape)
+
+    _shown = like
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copy = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copy
+
+    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
+        return f"ShardedParameter({self.full_name}: whole {tuple(self.shape)}, {self.dtype})"
+
+
+for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+    _types.extend((Watched, _Divided, _Whole))  # as torch does for DTensor: else optimizers go one by one
 
 
 _GRAD: Any = torch.Tensor.grad
-_DATA: Any = torch.Tensor.data  # pyrefly: ignore[missing-attribute]
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad  # pyrefly: ignore[missing-attribute]
 """Torch's descriptors."""
 
 
-def _refuse_gradient(shard: Tensor) -> None:
-    assert isinstance(shard, ShardedParameter)
+def _refuse_gradient(shard: Any) -> None:
     _GRAD.__set__(shard, None)
     raise ValueError(
         f"a gradient reached the shard of {shard.full_name}: the loss was computed with what module.parameters() has "
@@ -252,7 +349,7 @@ def _refuse_gradient(shard: Tensor) -> None:
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if isinstance(param, ShardedParameter) and param.group is not None:
+            if isinstance(param, ShardedParameter):
                 param.group.invalidate()
 
 

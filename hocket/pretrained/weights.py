@@ -237,7 +237,7 @@ def is_pretrained(model: nn.Module) -> bool:
 
 def plain(model: nn.Module) -> Any:
     """A model of transformers as its author has it: of one that is sharded, another one on the meta device."""
-    if all(type(param).__name__ != "ShardedParameter" for param in model.parameters()):
+    if not any(hasattr(param, "full_name") for param in model.parameters()):
         return model
     kind: Any = getattr(model, "_hocket_original", type(model))
     with torch.device("meta"):

@@ -81,7 +81,7 @@ class PlannedModel:
             gather = alone if replicated else gather
             where = ShardGroups(gather, reduce, groups.replicas, mesh.data, part)
             formats = Precision(compute=dtype, wire=wire)
-            stored = {name: ParamGroup(params, where, formats, device) for name, params in units.items()}
+            stored = {name: ParamGroup(params, where, formats, device, fine=True) for name, params in units.items()}
             fp8 = self._cast(stored, where)
             self._allocate(stored, where, program, set(fp8))
             for name, group in stored.items():

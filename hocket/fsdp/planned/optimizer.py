@@ -162,7 +162,7 @@ class PlannedMuon:
             names = [member.name for member in unit.group.members]
             pieces = [piece for piece in unit.pieces() if options.takes(piece.name, piece.shape)]
             self.momenta |= {piece.name: (piece, torch.zeros_like(piece.main)) for piece in pieces}
-            shapes = [unit.group.span_of(shard).shape for shard in unit.group.shards]
+            shapes = [unit.group.span_of(i).shape for i in range(len(names))]
             if taken := [i for i, name in enumerate(names) if options.takes(name, shapes[i])]:
                 self._whole[unit] = WholeMatrices(unit.group, taken, lambda i, view, of=names: matrices_of(of[i], view))
         self._slots = {kind: self._allocate(kind) for kind in ("dense", "experts")}
@@ -221,7 +221,7 @@ class PlannedMuon:
 
     def _kept(self, unit: PlannedUnit) -> list[int]:
         """Its members of which this rank has elements."""
-        return [i for i in self._whole[unit].taken if unit.group.shards[i].hi > unit.group.shards[i].lo]
+        return [i for i in self._whole[unit].taken if unit.group.spans[i]]
 
     def _average(self, unit: PlannedUnit, verdict: Verdict) -> dict[int, Tensor]:
         """Update the momenta. Returns Nesterov's lookahead by member."""
@@ -285,7 +285,7 @@ class _Run:
         places = unit.group.here
         alike: list[tuple[int, int, bool]] = []
         for piece in pieces:
-            here, decays = places[piece.shard.position], options.decays(piece.name, piece.shape)
+            here, decays = places[piece.position], options.decays(piece.name, piece.shape)
             start = alike.pop()[0] if alike and alike[-1][1:] == (here.start, decays) else here.start
             alike.append((start, here.stop, decays))
 
@@ -298,7 +298,7 @@ class _Run:
         ]
 
     def state(self, piece: Piece) -> PieceState:
-        place = self.unit.group.here[piece.shard.position]
+        place = self.unit.group.here[piece.position]
         here = slice(place.start - self.at.start, place.stop - self.at.start)
         return PieceState(piece, *(average[here] for average in self.averages))
 
@@ -332,7 +332,7 @@ class PlannedAdamW:
             self._runs[unit] = runs = _Run.of(unit, pieces, options)
             places = unit.group.here
             for piece in pieces:
-                start = places[piece.shard.position].start
+                start = places[piece.position].start
                 run = next(run for run in runs if run.at.start <= start < run.at.stop)
                 self._pieces[piece.name] = piece, run
 

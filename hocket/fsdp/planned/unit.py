@@ -385,13 +385,13 @@ class PlannedUnit:
     def pieces(self) -> list[Piece]:
         """The elements on this rank, parameter by parameter, without empty pieces."""
         found = []
-        for shard in self.group.shards:
-            if span := self.group.span_of(shard):
-                name = shard.full_name
+        for i, member in enumerate(self.group.members):
+            if span := self.group.span_of(i):
+                name = member.name
                 shape = whole_shape(name, span.shape, self.tensors)
                 shared = 1 if self.kind == "experts" else sharers_of(name, self.tensors)
                 span = replace(span, shape=shape, part=part_of(name, shape, self.tensors))
-                found.append(Piece(name, shard, span, shared=shared))
+                found.append(Piece(name, self.group, i, span, shared=shared))
         return found
 
     def assert_idle(self) -> None:

@@ -24,8 +24,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from hocket.fsdp.checks import refuse_newcomers
 from hocket.fsdp.members import UNIT, Member
-from hocket.fsdp.part import plain
-from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.layers.slices import Box, Span
 
 if TYPE_CHECKING:
@@ -121,7 +119,9 @@ class Piece:
     """What this rank has of a parameter of the whole model."""
 
     name: str
-    shard: ShardedParameter
+    group: ParamGroup
+    position: int
+    """Of the member in its group."""
     span: Span
     """Its elements in the whole model's parameter; for experts, with the experts of all ranks."""
     writes: bool = True
@@ -145,24 +145,37 @@ class Piece:
     @property
     def main(self) -> Tensor:
         """The main weights, 1-D: live memory."""
-        return self.shard.to_local()
+        return self.group.locals[self.position]
 
     @property
     def grad(self) -> Tensor:
         """The reduced gradient, 1-D; between a reduce and the step."""
-        grad = self.shard.grad
+        grad = self.group.grad_of(self.position)
         assert grad is not None, f"{self.name} has no gradient"
         return grad
 
     def tensor(self, flat: Tensor) -> FlatTensor:
         """`flat`, 1-D and of the shard's length, as a part of the whole parameter."""
-        return FlatTensor(plain(flat), self.span, self.writes)
+        return FlatTensor(flat, self.span, self.writes)
+
+    def elements(self, value: Tensor) -> Tensor | None:
+        """The local elements, 1-D, of a tensor like the parameter; None for other tensors."""
+        local = getattr(value, "_local_tensor", value).detach()
+        same = value.shape == self.group.members[self.position].shape and local.numel() == len(self.span)
+        return local.reshape(-1) if same else None
+
+    def like_parameter(self, flat: Tensor) -> Tensor:
+        """Local elements, 1-D, as a tensor like the parameter."""
+        return self.group.shards[self.position].like(flat)
 
     def part_of(self, value: Tensor) -> Tensor:
-        """The local elements, 1-D, of a `FlatTensor` with the same span or of a whole tensor.
+        """The local elements, 1-D, of a `FlatTensor` with the same span, of a DTensor with the same rows, or of a whole
+        tensor.
 
         Raises: ValueError for a `FlatTensor` of other elements.
         """
+        if hasattr(value, "_local_tensor") and (flat := self.elements(value)) is not None:
+            return flat
         if not isinstance(value, FlatTensor):
             return self.span.of(value.detach())
         if value.span != self.span:
@@ -190,7 +203,7 @@ class Inventory:
             names.setdefault(id(value), []).append(plain_name(name))
         for shard in (shard for group in context.param_groups for shard in group.shards):
             names.setdefault(id(shard), [plain_name(shard.full_name)])  # omitted by a hook of the module
-        kept = {id(one.shard): one for one in _local_shards(context, names)}
+        kept = {id(one.group.shards[one.position]): one for one in _local_shards(context, names)}
         self.shards: dict[str, Piece] = {found[0]: kept[key] for key, found in names.items() if key in kept}
         """By first name, in the module's order."""
         self.others = {other: found[0] for key, found in names.items() if key in kept for other in found[1:]}
@@ -239,11 +252,11 @@ def _local_shards(context: ShardContext, names: dict[int, list[str]]) -> list[Pi
                 f"values under the same name: say which part of dimension 0 each has, with "
                 f"Placement(part=(position, {ranks // _ranks(group)}))"
             )
-        for shard in group.shards:
-            span, writes = group.span_of(shard), _writes(group, shard, written)
+        for i, shard in enumerate(group.shards):
+            span, writes = group.span_of(i), _writes(group, i, written)
             if mesh is not None and span.part is None and mesh.get_local_rank():
                 writes = False  # the first tensor-parallel rank writes replicated parameters
-            found.append(Piece(names[id(shard)][0], shard, span, writes))
+            found.append(Piece(names[id(shard)][0], group, i, span, writes))
     return found
 
 
@@ -256,12 +269,14 @@ def _ranks(group: ParamGroup) -> int:
     return group.groups.reduce.size * group.groups.outer.size
 
 
-def _writes(group: ParamGroup, shard: ShardedParameter, written: dict[tuple[int, ...], list[int]]) -> bool:
-    """Whether this rank writes a shard. See Note: [Which replica writes]; `written` has the bytes assigned so far."""
+def _writes(group: ParamGroup, index: int, written: dict[tuple[int, ...], list[int]]) -> bool:
+    """Whether this rank writes a member. See Note: [Which replica writes]; `written` has the bytes assigned so far."""
+    if group.layout.entries[index].is_kept_by_all and group.position:
+        return False
     replicas = group.groups.same
     if replicas.size == 1:
         return True
     so_far = written.setdefault(replicas.ranks, [0] * replicas.size)
     writer = so_far.index(min(so_far))
-    so_far[writer] += shard.nbytes
+    so_far[writer] += group.locals[index].nbytes
     return writer == replicas.rank

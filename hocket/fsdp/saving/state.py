@@ -154,14 +154,14 @@ def _numbered(own: Inventory, optimizer: Optimizer) -> list[tuple[str, nn.Parame
 def _wrapped(one: Piece | None, key: str, value: Any) -> Any:
     if one is None or not any(isinstance(item, Tensor) for item in tree_leaves(value)):
         return value
-    if isinstance(value, Tensor) and value.shape == one.main.shape:
-        return one.tensor(value)
+    if isinstance(value, Tensor) and (flat := one.elements(value)) is not None:
+        return one.tensor(flat)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach()
     what = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
     raise ValueError(
-        f"the optimizer's {key} of {one.name} {what}, which is neither a tensor like the shard, of shape "
-        f"{tuple(one.main.shape)}, nor a single number: only elementwise optimizers work on shards"
+        f"the optimizer's {key} of {one.name} {what}, which is neither a tensor like the parameter nor a single "
+        f"number, and is not saved: save the model with optimizer=None"
     )
 
 
@@ -232,11 +232,11 @@ def room_for(entry: Any, one: Piece | None = None, present: Any = None, weight: 
     if one is None:
         fits = isinstance(present, Tensor) and present.shape == entry.size
         return present.detach() if fits else torch.zeros(entry.size, dtype=entry.properties.dtype)
-    if isinstance(present, Tensor) and present.shape == one.main.shape:
-        return one.tensor(present)
+    if isinstance(present, Tensor) and (flat := one.elements(present)) is not None:
+        return one.tensor(flat)
     follows = isinstance(weight, TensorStorageMetadata) and weight.properties.dtype == entry.properties.dtype
-    dtype = one.shard.dtype if follows else entry.properties.dtype
-    return one.tensor(torch.zeros(one.main.shape, dtype=dtype, device=one.shard.device))
+    dtype = one.main.dtype if follows else entry.properties.dtype
+    return one.tensor(torch.zeros_like(one.main, dtype=dtype))
 
 
 def put(state: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
@@ -307,9 +307,9 @@ def _unwrapped(one: Piece | None, value: Any, split: bool, present: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if one is not None and isinstance(value, FlatTensor):
-        return one.part_of(value)
+        return one.like_parameter(one.part_of(value))
     if one is not None and split:
-        return one.part_of(value).to(one.shard.device, copy=True)
+        return one.like_parameter(one.part_of(value).to(one.main.device, copy=True))
     return value if isinstance(present, Tensor) and present.data_ptr() == value.data_ptr() else value.clone()
 
 
