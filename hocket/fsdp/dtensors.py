@@ -116,6 +116,7 @@ def spec_of(group: ParamGroup, index: int) -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     placements: list[Any] = []
+    whole = mesh
     if mesh is not None:
         placements = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0) if member.shape else Replicate()]
     if member.dtensor is not None:
@@ -123,16 +124,17 @@ def spec_of(group: ParamGroup, index: int) -> Any:
         if mesh is not None and placement == Shard(0):  # rows of this rank's rows
             placements[-1] = _StridedShard(0, split_factor=tensors.size())
         placements.append(placement)
-        mesh = tensors if mesh is None else _of_both(mesh, tensors)
+        whole = tensors if mesh is None else _of_both(mesh, tensors)
+    assert whole is not None
     like = torch.empty(member.shape, device="meta")
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(like.shape, like.stride(), group.formats.main))
+    return DTensorSpec(whole, tuple(placements), tensor_meta=TensorMeta(like.shape, like.stride(), group.formats.main))
 
 
 def _of_both(mesh: DeviceMesh, tensors: DeviceMesh) -> DeviceMesh:
     """The mesh whose axes are those of both, which are slices of one mesh."""
     roots = [one._get_root_mesh() for one in (mesh, tensors)]
-    names = [one.mesh_dim_names for one in (mesh, tensors)]
-    if roots[0] != roots[1] or None in names:
+    names = [one.mesh_dim_names or () for one in (mesh, tensors)]
+    if roots[0] != roots[1] or () in names:
         raise ValueError(
             f"parameters are DTensors on {tensors}, and hocket.fully_shard would divide them over {mesh}: slice both "
             f"from one mesh with names, as init_device_mesh(..., mesh_dim_names=('dp', 'tp')) makes it"

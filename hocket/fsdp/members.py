@@ -216,8 +216,8 @@ def _load(shard: ShardedParameter, value: Tensor, name: str) -> None:
 
 
 def _local(value: Tensor) -> Tensor:
-    """The local tensor of a DTensor; other tensors without their graph."""
-    return value.detach()._local_tensor if hasattr(value, "_local_tensor") else value.detach()
+    """The local tensor of a DTensor, or another tensor, without its graph."""
+    return getattr(value, "_local_tensor", value).detach()
 
 
 _subclasses: dict[tuple[type[nn.Module], type | None], type[nn.Module]] = {}
@@ -269,7 +269,14 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
                         f"{part.device} to {new.dtype} on {new.device}): do that before hocket.fully_shard, where "
                         f"dtypes are Precision(...)"
                     )
-        return cls._apply(self, fn, recurse)
+        # Torch would put new parameters in place of DTensors.
+        kept = self._parameters
+        self.__dict__["_parameters"] = {k: v for k, v in kept.items() if not isinstance(v, ShardedParameter)}
+        try:
+            return cls._apply(self, fn, recurse)
+        finally:
+            dict.update(kept, self._parameters)
+            self.__dict__["_parameters"] = kept
 
     def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         cls._save_to_state_dict(self, destination, prefix, keep_vars)
@@ -277,7 +284,7 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
             if isinstance(shard, ShardedParameter) and not keep_vars:
                 full = self.__dict__.get(key)
                 gathered = full is not None and self.__dict__[UNIT].context.is_gathered  # will be freed
-                kept = getattr(shard, "_plain", shard).detach()
+                kept = shard.like(shard.group.locals[shard.position])
                 destination[prefix + key] = full.detach().clone() if gathered else kept
 
     def load(self: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:

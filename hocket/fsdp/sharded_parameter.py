@@ -77,7 +77,7 @@ class Watched(DTensor):
         cut: Callable[[Tensor], Tensor] | None = None,
         requires_grad: bool = False,
     ) -> Any:
-        made: Any = DTensor.__new__(cls, plain._local_tensor, plain._spec, requires_grad=requires_grad)
+        made: Any = _around(plain._local_tensor, plain._spec, cls, requires_grad)
         made._plain, made._wrote, made._cut = plain, wrote, cut
         return made
 
@@ -88,8 +88,8 @@ class Watched(DTensor):
         memo[id(self)] = copy
         return copy
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain.__reduce_ex__(protocol)
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self._plain.__reduce_ex__(proto)
 
     def data_ptr(self) -> int:
         """Raises ValueError: a kernel that goes by shape would write beyond this rank's rows."""
@@ -137,6 +137,13 @@ class Watched(DTensor):
         self._wrote()
 
 
+def _around(local: Tensor, spec: DTensorSpec, cls: type[DTensor] = DTensor, requires_grad: bool = False) -> Any:
+    """A DTensor around a local tensor. It must not take over a storage offset, with which it can't be pickled."""
+    made: Any = DTensor.__new__(cls, local.new_empty(0), spec, requires_grad=requires_grad)
+    made._local_tensor = local
+    return made
+
+
 def _plain_of(x: Any) -> Any:
     return x._plain if isinstance(x, Watched) else x
 
@@ -150,11 +157,27 @@ def _alike(args: Sequence[Any]) -> bool:
     return all(a._spec.placements == b._spec.placements for one in others for a, b in zip(first, one, strict=False))
 
 
-class ShardedParameter:
+if TYPE_CHECKING:
+    _Tensor = nn.Parameter
+else:
+    _Tensor = object
+
+
+class ShardedParameter(_Tensor):
     """What `module.parameters()` yields: a parameter whose `grad` and values are in the memory of a group.
 
     A DTensor, or a plain tensor where this rank keeps the whole.
     """
+
+    if TYPE_CHECKING:
+
+        def to_local(self) -> Tensor: ...
+        def full_tensor(self) -> Tensor: ...
+        def like(self, flat: Tensor) -> Any:
+            """Elements here, 1-D, as a tensor like the parameter."""
+
+        def _shown(self, grad: Tensor) -> Tensor:
+            """A gradient, 1-D, as readers see it."""
 
     position: int
     read_on_demand: Callable[[], Tensor | None] | None
@@ -235,6 +258,8 @@ class ShardedParameter:
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
+    # The stub of torch calls the argument `mode`.
+    # pyrefly: ignore[bad-override-param-name]
     def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
         """Freeze the parameter or train it again: between steps, on all ranks alike."""
         if requires_grad != self.requires_grad:
@@ -278,7 +303,7 @@ def _divided(group: ParamGroup, position: int, spec: DTensorSpec, local: Tensor)
     """A DTensor of elements here, 1-D, of a member."""
     shape = group.members[position].param.shape
     rows = local.view(-1, *shape[1:]) if local.numel() else local.new_empty((0, *shape[1:]))
-    return DTensor.__new__(DTensor, rows if shape else local.view(()), spec, requires_grad=False)
+    return _around(rows if shape else local.view(()), spec)
 
 
 def _notes(group: ParamGroup, position: int) -> tuple[Callable[[], None], Callable[[Tensor], Tensor]]:
@@ -296,12 +321,10 @@ def _notes(group: ParamGroup, position: int) -> tuple[Callable[[], None], Callab
 class _Divided(ShardedParameter, Watched):  # pyrefly: ignore[inconsistent-inheritance]
     """A parameter of which ranks have different rows."""
 
-    def like(self, flat: Tensor) -> Tensor:
-        """Elements here, 1-D, as a tensor like the parameter."""
+    def like(self, flat: Tensor) -> Any:
         return _divided(self.group, self.position, self._spec, flat)
 
     def _shown(self, grad: Tensor) -> Tensor:
-        """A gradient, 1-D, as readers see it."""
         return Watched.of(self.like(grad), self.group.grads.wrote, self._cut)
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]  (Tensor's takes an argument of its own)
@@ -312,13 +335,21 @@ class _Divided(ShardedParameter, Watched):  # pyrefly: ignore[inconsistent-inher
 class _Whole(ShardedParameter, nn.Parameter):  # pyrefly: ignore[inconsistent-inheritance]
     """A parameter that this rank keeps whole."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyrefly: ignore[bad-override]
 
-    def like(self, flat: Tensor) -> Tensor:
-        """Elements here, 1-D, as a tensor like the parameter."""
+    def like(self, flat: Tensor) -> Any:
         return flat.view(self.shape)
 
-    _shown = like
+    def _shown(self, grad: Tensor) -> Tensor:
+        return grad.view(self.shape)
+
+    def to_local(self) -> Tensor:
+        """The values, as of a DTensor."""
+        return self.detach()
+
+    def full_tensor(self) -> Tensor:
+        """A copy of the values, as of a DTensor."""
+        return self.detach().clone()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copy = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)

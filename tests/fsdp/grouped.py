@@ -7,15 +7,18 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hocket.fsdp.buffers import FullBuffer
+from hocket.fsdp.dtensors import spec_of
 from hocket.fsdp.members import Member
 from hocket.fsdp.options import Precision, ShardOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
+from hocket.fsdp.sharded_parameter import make_parameter
+from tests.fsdp.elements import here, local
 
 CPU = torch.device("cpu")
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 PLAIN = Precision()
-SHAPES = {"w": (37, 11), "scalar": (), "norm": (11,), "odd": (3, 5, 2)}
+SHAPES = {"w": (37, 11), "scalar": (), "norm": (11,), "odd": (2, 5, 3)}
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ def build(case, frozen=False, divide=1.0):
     params = {name: nn.Parameter(value, requires_grad=not frozen) for name, value in values(0).items()}
     members = [Member(name, param) for name, param in params.items()]
     group = ParamGroup(members, groups, case.precision, CPU)
+    group.shards = [make_parameter(group, i, spec_of(group, i)) for i in range(len(members))]
     buffer = FullBuffer(0 if group.whole else group.layout.total, group.compute_dtype, CPU)
     buffer.allocate()
     group.bind(group.weight if group.whole else buffer.flat)
@@ -76,9 +80,9 @@ def expect_grads(group, wanted):
         if wanted.get(shard.full_name) is None:
             assert shard.grad is None, shard.full_name
             continue
-        part = wanted[shard.full_name].flatten()[shard.lo : shard.hi]
+        part = here(shard, wanted[shard.full_name])
         assert shard.grad.dtype == shard.dtype == group.formats.main
-        assert torch.equal(shard.grad, part.to(shard.dtype)), shard.full_name
+        assert torch.equal(local(shard.grad), part.to(shard.dtype)), shard.full_name
 
 
 def grad_of(param):

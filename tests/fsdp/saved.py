@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hocket
-from hocket.fsdp.part import plain as plain_part
+from tests.fsdp.elements import local
 from tests.fsdp.models import WIDTH, Block, Embed, Head, OddBlock
 
 EXPERTS = 4
@@ -124,7 +124,7 @@ def parts(ctx: Any, way: Way) -> Iterator[tuple[str, tuple[int, ...], int, Tenso
     for unit in ctx.units:
         for group in unit.groups:
             for one in group.shards:
-                shape, lo = tuple(one.full_shape), one.lo
+                shape, lo = tuple(one.shape), group.spans[one.position].lo
                 if one.full_name.startswith("experts."):
                     lo += dist.get_rank() % way.ep * prod(shape)
                     shape = (EXPERTS, *shape[1:])
@@ -135,12 +135,12 @@ def parts(ctx: Any, way: Way) -> Iterator[tuple[str, tuple[int, ...], int, Tenso
 def fill(module: Everything, ctx: Any, optimizer: torch.optim.Optimizer, way: Way) -> None:
     """Give all of the state its true values."""
     for name, shape, lo, one in parts(ctx, way):
-        one.copy_(truth(name, "main", shape).flatten()[lo : lo + len(plain_part(one.detach()))])
+        local(one).copy_(truth(name, "main", shape).flatten()[lo : lo + len(local(one))])
         for key, value in optimizer.state.get(one, {}).items():
             if key == "step":
                 value.fill_(len(name))
             else:
-                value.copy_(truth(name, key, shape).flatten()[lo : lo + len(plain_part(one.detach()))])
+                local(value).copy_(truth(name, key, shape).flatten()[lo : lo + len(local(one))])
     module.seen.copy_(truth("seen", "buffer", (2, 2)))
     module.scratch.fill_(dist.get_rank())
 
@@ -150,17 +150,17 @@ def check(module: Everything, ctx: Any, optimizer: torch.optim.Optimizer | None,
     looked = 0
     for name, shape, lo, one in parts(ctx, way):
         assert one.dtype == way.main
-        assert torch.equal(
-            one, truth(name, "main", shape).flatten()[lo : lo + len(plain_part(one.detach()))].to(way.main)
-        ), name
+        assert torch.equal(local(one), truth(name, "main", shape).flatten()[lo : lo + len(local(one))].to(way.main)), (
+            name
+        )
         for key, value in optimizer.state.get(one, {}).items() if optimizer else ():
             looked += 1
             if key == "step":
                 assert value.item() == len(name), (name, value)
             else:
-                assert value.shape == plain_part(one.detach()).shape
+                assert local(value).shape == local(one).shape
                 assert torch.equal(
-                    value, truth(name, key, shape).flatten()[lo : lo + len(plain_part(one.detach()))].to(value.dtype)
+                    local(value), truth(name, key, shape).flatten()[lo : lo + len(local(one))].to(value.dtype)
                 ), name
     assert torch.equal(module.seen, truth("seen", "buffer", (2, 2)))
     return looked

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hocket
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.part import plain as plain_part
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.runtime.queue import Ticket
+from tests.fsdp.elements import here, local
 from tests.helpers.ranks import run_ranks
 
 WIDTH = 8
@@ -33,8 +33,7 @@ def expect_gradients(model: nn.Module, plain: nn.Module) -> None:
         assert isinstance(shard, ShardedParameter)
         assert shard.grad is not None
         assert whole.grad is not None
-        here = whole.grad.flatten()[shard.lo : shard.hi].to(shard.dtype)
-        torch.testing.assert_close(plain_part(shard.grad), here, msg=name)
+        torch.testing.assert_close(local(shard.grad), here(shard, whole.grad).to(shard.dtype), msg=name)
 
 
 class TwoGroups(nn.Module):

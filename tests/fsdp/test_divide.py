@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hocket
-from hocket.fsdp.part import plain as plain_part
+from tests.fsdp.elements import local
 from tests.helpers.ranks import run_ranks
 
 
@@ -18,7 +18,7 @@ def gradient(rank: int, divide: float | None) -> list[float]:
     model(torch.full((1, 1), rank + 1.0)).sum().backward()
     (shard,) = model.parameters()
     assert shard.grad is not None
-    return plain_part(shard.grad).tolist()
+    return local(shard.grad).tolist()
 
 
 @pytest.mark.parametrize(("divide", "expected"), [(None, 2.0), (1, 6.0), (12, 0.5)])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hocket
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from tests.fsdp.elements import here, local
 from tests.fsdp.twin import naming
 from tests.helpers.ranks import run_ranks
 
@@ -81,7 +82,7 @@ def steps(rank: int) -> None:
                     opt.zero_grad()
                 for (name, shard), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
                     assert isinstance(shard, ShardedParameter)
-                    assert torch.equal(shard, whole.detach().flatten()[shard.lo : shard.hi]), name
+                    assert torch.equal(local(shard), here(shard, whole)), name
                 assert not any(unit.claims for unit in ctx.units), "claims are given back with the step"
             full: Any = ctx.units[1].parameters[0]
             assert not full._backward_hooks, "no hook is left on a parameter that was returned"

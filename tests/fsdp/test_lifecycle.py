@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hocket
-from hocket.fsdp.part import plain
 from tests.fsdp import stories
+from tests.fsdp.elements import local
 from tests.fsdp.kinds import batch, loss_of
 from tests.fsdp.stories import STORIES, failing_after, failing_backward, failing_forward
 from tests.fsdp.twin import Case, Pair, naming
@@ -269,7 +269,7 @@ def offloaded(rank: int) -> None:
             found.append([norm, *(param.detach().clone() for param in model.parameters())])
     half = len(found) // 2
     for ours, wanted in zip(found[:half], found[half:], strict=True):
-        assert all(torch.equal(plain(a), plain(b)) for a, b in zip(ours, wanted, strict=True))
+        assert all(torch.equal(local(a), local(b)) for a, b in zip(ours, wanted, strict=True))
 
 
 def test_interrupted_steps_with_shards_on_the_host() -> None:

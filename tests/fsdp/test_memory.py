@@ -11,7 +11,7 @@ from hocket.fsdp.buffers import FullBuffer
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.options import Precision
-from hocket.fsdp.part import plain as plain_part
+from tests.fsdp.elements import local
 from tests.fsdp.models import Block, Chain
 from tests.fsdp.noted import Model, Run
 from tests.fsdp.twin import Case, Pair, naming
@@ -174,7 +174,7 @@ def test_a_deleted_model_is_gone():
 def storages() -> dict[int, int]:
     """Bytes of all storages that some tensor has, by their identity."""
     gc.collect()
-    tensors = [plain_part(x) for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    tensors = [local(x) for x in gc.get_objects() if isinstance(x, torch.Tensor)]
     return {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
 
 

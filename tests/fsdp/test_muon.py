@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 
 import hocket
+from tests.fsdp.elements import here, local
 from tests.helpers.ranks import run_ranks
 
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -67,7 +68,7 @@ def beside(rank: int, shape: tuple[int, ...], strategy: str, options: dict[str, 
     train(model, mine)
     for shard in (shard for unit in ctx.units for group in unit.groups for shard in group.shards):
         whole = plain.get_parameter(shard.full_name).detach()
-        assert torch.equal(shard.to_local(), whole.view(-1)[shard.lo : shard.hi]), shard.full_name
+        assert torch.equal(local(shard), here(shard, whole)), shard.full_name
     full = get_optimizer_state_dict(model, mine[:1], options=StateDictOptions(full_state_dict=True))
     averages = {n: twins[0].state[p]["momentum_buffer"] for n, p in plain.named_parameters() if p in twins[0].state}
     if rank == 0:
@@ -147,7 +148,7 @@ def grown(rank: int) -> None:
         train(one, [made])
     shards: list[Any] = list(model.parameters())
     for whole, shard in zip(plain.parameters(), shards, strict=True):
-        assert torch.equal(shard.to_local(), whole.detach().view(-1)[shard.lo : shard.hi])
+        assert torch.equal(local(shard), here(shard, whole))
 
 
 def test_parameters_are_added_later() -> None:

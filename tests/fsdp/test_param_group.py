@@ -71,11 +71,11 @@ def _weights(rank, case):
         assert torch.equal(params[name], (value + 2).to(group.compute_dtype)), name
     if group.whole:
         assert params["w"].data_ptr() == pointer == group.weight.data_ptr()
-    covered = sum(len(shard.to_local()) for shard in group.shards)
+    covered = sum(map(len, group.spans))
     assert group.main.count_nonzero() <= covered
     apart = group.whole and group.compute_dtype != case.precision.main
     assert (group.weight is group.main) != apart
-    return [(shard.full_name, shard.lo, shard.hi) for shard in group.shards]
+    return [(member.name, span.lo, span.hi) for member, span in zip(group.members, group.spans, strict=True)]
 
 
 @pytest.mark.parametrize("world", WORLDS)

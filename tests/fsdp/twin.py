@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import hocket
 from hocket.fsdp.options import Precision
 from hocket.fsdp.shard_groups import Placement
+from tests.fsdp.elements import here, local
 from tests.fsdp.kinds import ZOO, Kind, batch, loss_of
 from tests.helpers.parity import LINEAR
 
@@ -301,10 +302,7 @@ class Pair:
             for group in unit.groups:
                 for shard in group.shards:
                     main = self.twin.main[plain.get_parameter(shard.full_name)]
-                    wanted = main.detach().reshape(-1)[shard.lo : shard.hi]
-                    self.same(
-                        shard.to_local(), wanted, f"{shard.full_name}[{shard.lo}:{shard.hi}] after step {self.steps}"
-                    )
+                    self.same(local(shard), here(shard, main), f"{shard.full_name} after step {self.steps}")
 
     def compare_gathered(self) -> None:
         """Compare the full compute weights, and the buffers."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import hocket
-from hocket.fsdp.part import plain
 from hocket.fsdp.shard_grads import Offload
+from tests.fsdp.elements import local
 from tests.fsdp.test_fsdp2 import both
 from tests.gpu.test_fully_shard import BF16, STRATEGIES, Block, Model, Training
 from tests.helpers.ranks import run_ranks
@@ -33,7 +33,7 @@ def trained(rank: int, offload: Offload, strategy: str, late: bool, **options: A
             loss.backward()
         if late:  # the device is far behind: what is read too early is wrong
             torch.cuda._sleep(100_000_000)
-        grads = [plain(p.grad).clone() for p in training.model.parameters() if p.grad is not None]
+        grads = [local(p.grad).clone() for p in training.model.parameters() if p.grad is not None]
         found += [loss.detach().cpu(), *(grad.cpu() for grad in grads)]
         with torch.no_grad():
             for p, grad in zip(training.model.parameters(), grads, strict=True):
