@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 -m benchmarks.shard_layouts
 
 A rank keeps whole rows of each parameter, so its shard has one place in the gathered buffer for each parameter
-(`runtime/pieces.py`). The same bytes as one slice would be one NCCL call, or one copy for each peer. Measured alone, on NCCL and on copy engines, by the host's and the device's time, for units of Llama-3 8B,
-Qwen3-30B-A3B and T5-large. Both layouts must give the same numbers. Writes benchmarks/results/shard_layouts.json.
+(`runtime/pieces.py`). The same bytes as one slice would be one NCCL call, or one copy for each peer. Measured alone, on
+NCCL and on copy engines, by the host's and the device's time, for units of Llama-3 8B, Qwen3-30B-A3B and T5-large. Both
+layouts must give the same numbers. Writes benchmarks/results/shard_layouts.json.
 """
 
 from __future__ import annotations

@@ -106,8 +106,11 @@ def mesh_of(
     return found
 
 
-def spec_of(group: ParamGroup, index: int) -> Any:
-    """The `DTensorSpec` of a member's shards; None if this rank keeps it whole."""
+def spec_of(group: ParamGroup, index: int, tensors: DeviceMesh | None = None) -> Any:
+    """The `DTensorSpec` of a member's shards; None if this rank keeps it whole.
+
+    `tensors` is the tensor-parallel mesh of the model: on it, members that are no DTensors are replicated.
+    """
     member, mesh = group.members[index], group.groups.mesh
     if mesh is None and member.dtensor is None:
         return None
@@ -116,13 +119,17 @@ def spec_of(group: ParamGroup, index: int) -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     placements: list[Any] = []
-    whole = mesh
+    whole, placement = mesh, None
     if mesh is not None:
         placements = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0) if member.shape else Replicate()]
     if member.dtensor is not None:
         tensors, placement = member.dtensor.mesh, member.dtensor.placement
         if mesh is not None and placement == Shard(0):  # rows of this rank's rows
             placements[-1] = _StridedShard(0, split_factor=tensors.size())
+    elif tensors is not None and mesh is not None and len({*ranks_of(tensors)} & {*ranks_of(mesh)}) == 1:
+        placement = Replicate()
+    if placement is not None:
+        assert tensors is not None
         placements.append(placement)
         whole = tensors if mesh is None else _of_both(mesh, tensors)
     assert whole is not None

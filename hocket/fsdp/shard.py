@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer
 
 from hocket.fsdp import hooks
@@ -180,7 +181,7 @@ def _shard(
     device = _device(params, options, request.nests) if params else nested[0].device
     _refuse_pinned(options, device)
     placements, default = _placements(params, request.place), Placement(request.mesh, options.divide)
-    _refuse_divided(params, placements, default, nested)
+    tensors = _refuse_divided(params, placements, default, nested)
     everyone = shard_groups_for(default, strategy, options, device)
     owned = assign(tree, [one for bucket in buckets for _, one in bucket], params)
     made, fingerprints = list[Unit](), Fingerprints()
@@ -196,7 +197,7 @@ def _shard(
                 take_first_rank([member.param for member in here], where, device)
             fingerprints.add(here, where, device)
             group = ParamGroup(alike, where, request.precision, device, options.offload)
-            group.shards = [make_parameter(group, i, spec_of(group, i)) for i in range(len(alike))]
+            group.shards = [make_parameter(group, i, spec_of(group, i, tensors)) for i in range(len(alike))]
             groups.append(group)
             groups[-1].late = groups[-1].valueless = len(here) < len(alike)
         made.append(_unit(bucket or [("", one) for one in modules], groups, request.unit))
@@ -234,9 +235,9 @@ def _refuse_divided(
     placements: Mapping[str, Placement | None],
     default: Placement,
     nested: Sequence[ShardContext],
-) -> None:
-    """Refuse DTensors that can't be sharded on their mesh."""
-    mesh_of([(one.name, one.dtensor) for one in params], [context.tensor_mesh for context in nested])
+) -> DeviceMesh | None:
+    """Refuse DTensors that can't be sharded on their mesh. Returns the tensor-parallel mesh, if any."""
+    tensors = mesh_of([(one.name, one.dtensor) for one in params], [context.tensor_mesh for context in nested])
     for one in (m for context in nested for group in context.param_groups for m in group.members):
         if one.dtensor is not None and one.dtensor.part is None:
             refuse_overlap(one.name, one.dtensor, default.mesh)
@@ -251,6 +252,7 @@ def _refuse_divided(
             raise ValueError(
                 f"parameter {name} is a DTensor, and place says that it is part {place.part} of one: give one of both"
             )
+    return tensors
 
 
 def _alike(

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -52,33 +52,31 @@ def _writes(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 @cache
+def _draws(func: Any) -> bool:
+    """Whether an op fills a tensor with random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags and bool(_writes(func))
+
+
+@cache
 def _by_element(func: Any) -> bool:
-    """Whether an op changes lists of tensors element by element, so that each rank can do it with its rows."""
+    """Whether an op changes tensors element by element, so that each rank can do it with its rows."""
     name = func._schema.name.removeprefix("aten::")
-    return name.startswith("_fused_") or (
-        name.startswith("_foreach_") and name.endswith("_") and name != "_foreach_copy_"
-    )
+    return name.startswith("_fused_") or name == "index_put_" or (name.startswith("_foreach_") and name.endswith("_"))
 
 
-class Watched(DTensor):
-    """A DTensor that shares memory with weights or gradients, and tells when it is written to."""
+class Summed(DTensor):
+    """A DTensor computed from parameters or gradients. What is summed over rows has its final value at once.
+
+    So programs may read norms and other numbers by `item()`, which of a plain DTensor is one rank's, and go by them.
+    """
 
     _plain: DTensor
     """The same local tensor as DTensor of torch, which ops compute with."""
-    _wrote: Callable[[], None]
-    _cut: Callable[[Tensor], Tensor] | None
-    """This rank's elements, 1-D, of a whole tensor; None for views of some elements."""
 
     @classmethod
-    def of(
-        cls,
-        plain: DTensor,
-        wrote: Callable[[], None],
-        cut: Callable[[Tensor], Tensor] | None = None,
-        requires_grad: bool = False,
-    ) -> Any:
+    def of(cls, plain: DTensor, requires_grad: bool = False) -> Any:
         made: Any = _around(plain._local_tensor, plain._spec, cls, requires_grad)
-        made._plain, made._wrote, made._cut = plain, wrote, cut
+        made._plain = plain
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -103,10 +101,11 @@ class Watched(DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if torch.Tag.nondeterministic_seeded in func.tags and _writes(func) and isinstance(first, Watched):
-            if first._cut is not None:
-                first._draw(func, args[1:], kwargs)
-                return first
+        if isinstance(first, Watched) and first._cut is not None and _draws(func):
+            first._draw(func, args[1:], kwargs)
+            return first
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return func(first.full_tensor())
         if _by_element(func) and _alike(args):
             local = lambda x: x._local_tensor  # noqa: E731
             found = func(*tree_map_only(DTensor, local, args), **tree_map_only(DTensor, local, kwargs))
@@ -117,15 +116,43 @@ class Watched(DTensor):
             for one in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(one, Watched):
                     one._wrote()
-        if isinstance(first, Watched):
-            if found is first._plain:
-                return first
-            if func.is_view:
-                return tree_map_only(DTensor, first._seen_as, found)
-        return found
+                if isinstance(one, Summed) and found is one._plain:
+                    return one
+        if isinstance(found, list | tuple):  # torch sums the norms of many tensors together
+            return (
+                tree_map_only(DTensor, first._seen_as, found) if func.is_view and isinstance(first, Watched) else found
+            )
+        if not isinstance(found, DTensor):
+            return found
+        if isinstance(first, Watched) and func.is_view:
+            return first._seen_as(found)
+        if any(placement.is_partial() for placement in found.placements):
+            whole = [Replicate() if placement.is_partial() else placement for placement in found.placements]
+            found = found.redistribute(placements=whole)
+        return Summed.of(found)
+
+
+class Watched(Summed):
+    """A DTensor that shares memory with weights or gradients, and tells when it is written to."""
+
+    _wrote: Callable[[], None]
+    _cut: Callable[[Tensor], Tensor] | None
+    """This rank's elements, 1-D, of a whole tensor; None for views of some elements."""
+
+    @classmethod
+    def over(
+        cls,
+        plain: DTensor,
+        wrote: Callable[[], None],
+        cut: Callable[[Tensor], Tensor] | None = None,
+        requires_grad: bool = False,
+    ) -> Any:
+        made = cls.of(plain, requires_grad)
+        made._wrote, made._cut = wrote, cut
+        return made
 
     def _seen_as(self, view: DTensor) -> Any:
-        return Watched.of(view, self._wrote, self._cut if view.numel() == self.numel() else None)
+        return Watched.over(view, self._wrote, self._cut if view.numel() == self.numel() else None)
 
     def _draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """See Note: [Random numbers are drawn whole]."""
@@ -145,16 +172,20 @@ def _around(local: Tensor, spec: DTensorSpec, cls: type[DTensor] = DTensor, requ
 
 
 def _plain_of(x: Any) -> Any:
-    return x._plain if isinstance(x, Watched) else x
+    return x._plain if isinstance(x, Summed) else x
 
 
 def _alike(args: Sequence[Any]) -> bool:
-    """Whether lists have DTensors of the same rows at each place, or single numbers."""
-    lists = [one for one in args if isinstance(one, list | tuple) and any(isinstance(x, DTensor) for x in one)]
-    first, *others = lists or [()]
-    if not all(isinstance(x, DTensor) for one in lists for x in one):
+    """Whether lists, or single tensors, have DTensors with the same rows at each place."""
+    lists = [one if isinstance(one, list | tuple) else [one] for one in args]
+    first, *others = [one for one in lists if any(isinstance(x, DTensor) for x in one)] or [()]
+    if not all(isinstance(x, DTensor) for one in (first, *others) for x in one):
         return False
-    return all(a._spec.placements == b._spec.placements for one in others for a, b in zip(first, one, strict=False))
+    return all(
+        len(one) == len(first)
+        and all(a.shape == b.shape and a.placements == b.placements for a, b in zip(first, one, strict=True))
+        for one in others
+    )
 
 
 if TYPE_CHECKING:
@@ -291,7 +322,7 @@ def make_parameter(group: ParamGroup, position: int, spec: DTensorSpec | None) -
     if spec is None:
         shard = torch.Tensor._make_subclass(_Whole, local.view(group.members[position].shape), group.trainable)
     else:
-        shard = _Divided.of(_divided(group, position, spec, local), *_notes(group, position), group.trainable)
+        shard = _Divided.over(_divided(group, position, spec, local), *_notes(group, position), group.trainable)
         shard._is_param = True
     shard._group, shard.position, shard.read_on_demand = weakref.ref(group), position, None
     if group.trainable:
@@ -325,7 +356,7 @@ class _Divided(ShardedParameter, Watched):  # pyrefly: ignore[inconsistent-inher
         return _divided(self.group, self.position, self._spec, flat)
 
     def _shown(self, grad: Tensor) -> Tensor:
-        return Watched.of(self.like(grad), self.group.grads.wrote, self._cut)
+        return Watched.over(self.like(grad), self.group.grads.wrote, self._cut)
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]  (Tensor's takes an argument of its own)
         local, placements = tuple(self._local_tensor.shape), self._spec.placements
@@ -360,7 +391,7 @@ class _Whole(ShardedParameter, nn.Parameter):  # pyrefly: ignore[inconsistent-in
 
 
 for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-    _types.extend((Watched, _Divided, _Whole))  # as torch does for DTensor: else optimizers go one by one
+    _types.extend((Summed, Watched, _Divided, _Whole))  # as torch does for DTensor: else optimizers go one by one
 
 
 _GRAD: Any = torch.Tensor.grad

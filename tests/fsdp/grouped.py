@@ -18,7 +18,7 @@ from tests.fsdp.elements import here, local
 CPU = torch.device("cpu")
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 PLAIN = Precision()
-SHAPES = {"w": (37, 11), "scalar": (), "norm": (11,), "odd": (2, 5, 3)}
+SHAPES = {"w": (37, 11), "scalar": (), "norm": (11,), "odd": (2, 5, 3), "row": (1, 4)}
 
 
 @dataclass(frozen=True)

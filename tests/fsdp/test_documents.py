@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hocket
 from hocket.fsdp.saving.state import model_state
+from tests.fsdp.elements import local
 from tests.fsdp.twin import naming
 from tests.helpers.ranks import run_ranks
 
@@ -206,7 +207,7 @@ def memory(rank: int, strategy: str, replicas: int, compute: torch.dtype) -> Non
     # Where a reduction is over when the next gradient comes, its buffer serves again.
     assert 0 < stats.staging_bytes <= most
     assert stats.staging_bytes == most or strategy == "no_shard" or replicas > 1
-    found = sum(value.nbytes for items in optimizer.state.values() for value in items.values() if value.dim())
+    found = sum(local(value).nbytes for items in optimizer.state.values() for value in items.values() if value.dim())
     assert found == eval(state, dict(names))
 
 

@@ -113,16 +113,6 @@ def penalty_on_shards() -> None:
     (loss_of(model) + sum(param.square().sum() for param in model.parameters())).backward()
 
 
-def penalty_inside_of_a_forward() -> None:
-    class Penalized(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + sum(param.square().sum() for param in self.parameters())
-
-    model = nn.Sequential(Penalized())
-    hocket.fully_shard(model, units=Block)
-    loss_of(model).backward()
-
-
 def hook_on_a_shard() -> None:
     layer().weight.register_hook(lambda grad: 2 * grad)
 
@@ -248,10 +238,9 @@ MISTAKES: dict[Callable[[], None], str] = {
     lazy: "parameter weight has no shape yet",
     updated_too_early: "changed between a forward and its backward",
     penalty_on_shards: "a gradient reached the shard of",
-    penalty_inside_of_a_forward: "a gradient reached the shard of 0.linear",
     hook_on_a_shard: "register_hook on 1.linear.weight: such a hook would never run",
     hook_after_a_gradient: "1.linear.weight has a hook by register_post_accumulate_grad_hook",
-    whole_data: "data of shape (16, 17) does not fit the shard of 1.linear.weight",
+    whole_data: "data of shape (16, 17) does not fit 1.linear.weight",
     number_as_gradient: "grad=0 of 1.linear.weight is no tensor",
     clipped_in_backward: "clip_grad_norm_ is called inside of a backward",
     replaced: "1.linear.weight is sharded, and can't be replaced or removed",

@@ -52,7 +52,7 @@ WORLDS = {world: [case for case in CASES if case.world == world] for world in (1
 
 def _weights(rank, case):
     group, params, buffer = build(case)
-    assert [shard.dtype for shard in group.shards] == [case.precision.main] * 4
+    assert [shard.dtype for shard in group.shards] == [case.precision.main] * len(SHAPES)
     gather(group, buffer)
     for name, value in values(0).items():
         assert params[name].dtype == group.compute_dtype
@@ -92,7 +92,7 @@ def check_ranges(case, ranges):
         unique = sorted(set(kept[name]))
         assert sum(hi - lo for lo, hi in unique) == torch.Size(shape).numel()  # once each, over all ranks
         assert [lo for lo, _ in unique] == [0, *(hi for _, hi in unique)][:-1]
-    if case.world > 2 and case.strategy != "no_shard":
+    if case.sizes and case.sizes[-1] > 1 and case.strategy != "no_shard":
         assert any(lo == hi for rank in ranges for _, lo, hi in rank)  # there are empty shards
 
 
@@ -232,7 +232,7 @@ def _memory(rank):
         assert group.nbytes == group.layout.shard * each
         assert group.layout.shard * 2 == group.layout.total
         assert group.total_bytes == group.layout.total * group.compute_dtype.itemsize
-        assert group.layout.total - sum(value.numel() for value in values(0).values()) < 64 * 8
+        assert group.layout.total - sum(value.numel() for value in values(0).values()) < 64 * 2 * len(SHAPES)
 
 
 def test_bytes_of_shards():

@@ -309,9 +309,7 @@ for _kind in ("Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta", "ASG
     optimizer_of(_kind, lambda model, kind=_kind: getattr(torch.optim, kind)(model.parameters(), lr=1e-2))
 optimizer_of("AdamW, fused", lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
 optimizer_of("Muon", lambda model: torch.optim.Muon(by_ndim(model)[0], lr=1e-2), off=2e-2)  # it computes in bf16
-optimizer_of(
-    "Adafactor", lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2), no="an optimizer of whole matrices"
-)
+optimizer_of("Adafactor", lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2))
 
 
 @program("optimizer.state_dict and load_state_dict on the same ranks")
