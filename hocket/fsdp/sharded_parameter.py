@@ -12,6 +12,10 @@ each op that writes to it or to a view of it. Fused optimizers change no counter
 invalidates the groups of its parameters. Reading alone changes nothing: one rank may do it by itself, and all ranks
 must gather alike.
 
+Note: [How ops are seen]
+torch 2.11 computes ops of DTensors in C++ and asks no subclass. So a subclass sees a function when Python calls it
+(`__torch_function__`), and its ops by a dispatch mode meanwhile.
+
 Note: [Autograd never sees a shard]
 Modules compute with full parameters. A loss computed from shards, say a penalty on `module.parameters()`, would lose
 its gradient. So a gradient that arrives at a shard is an error, as are hooks that would never run.
@@ -26,6 +30,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +41,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils import _foreach_utils
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from hocket.layers.slices import Span
 
@@ -96,15 +102,39 @@ class Summed(DTensor):
             f"{tuple(self._local_tensor.shape)}: use to_local(), or an optimizer of torch's"
         )
 
+    def __hash__(self) -> int:
+        return id(self)
+
     @classmethod
-    # pyrefly: ignore[bad-override]  (the stub of torch leaves out `func`)
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See Note: [How ops are seen]."""
+        name = func.__name__
+        quiet = name in _QUIET or (name == "__get__" and func.__self__.__name__ not in _VIEWS)
+        with torch._C.DisableTorchFunctionSubclass(), nullcontext() if quiet else _Rows():
+            return func(*args, **(kwargs or {}))
+
+
+_QUIET = frozenset({
+    "size", "dim", "numel", "nelement", "stride", "element_size", "is_complex", "is_floating_point", "is_contiguous",
+    "get_device", "__len__", "__set__", "is_same_size", "requires_grad_",
+})  # fmt: skip
+"""Functions that read or write no element."""
+_VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+"""Attributes that are tensors."""
+
+
+class _Rows(TorchDispatchMode):
+    """Computes with the rows of parameters and gradients. See Note: [How ops are seen]."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not any(isinstance(x, Summed) for x in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, Watched) and first._cut is not None and _draws(func):
             first._draw(func, args[1:], kwargs)
             return first
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(first, DTensor):
             return func(first.full_tensor())
         if _by_element(func) and _alike(args):
             local = lambda x: x._local_tensor  # noqa: E731
@@ -118,14 +148,10 @@ class Summed(DTensor):
                     one._wrote()
                 if isinstance(one, Summed) and found is one._plain:
                     return one
-        if isinstance(found, list | tuple):  # torch sums the norms of many tensors together
-            return (
-                tree_map_only(DTensor, first._seen_as, found) if func.is_view and isinstance(first, Watched) else found
-            )
-        if not isinstance(found, DTensor):
+        if func.is_view and isinstance(first, Watched):
+            return tree_map_only(DTensor, first._seen_as, found)
+        if not isinstance(found, DTensor):  # norms in a list are summed over ranks later, as one
             return found
-        if isinstance(first, Watched) and func.is_view:
-            return first._seen_as(found)
         if any(placement.is_partial() for placement in found.placements):
             whole = [Replicate() if placement.is_partial() else placement for placement in found.placements]
             found = found.redistribute(placements=whole)

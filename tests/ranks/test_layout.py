@@ -30,13 +30,16 @@ def test_every_element_has_one_place_and_one_rank(shapes, world, align):
     for lo, hi in layout.gaps:
         assert flat[lo:hi].isnan().all()
         flat[lo:hi] = 0
+    for entry, whole in zip(layout.entries, wholes, strict=True):
+        if entry.is_kept_by_all:
+            flat[entry.offset : entry.offset + world] = whole
     assert not flat.isnan().any()
     shards = layout.pieces.pack(flat, torch.full((layout.total,), torch.nan)).view(world, layout.shard)
     for i, whole in enumerate(wholes):
-        rows = whole.flatten(0, -2) if whole.dim() > 1 else whole.reshape(-1)
-        chunks = list(rows.chunk(world)) if rows.numel() else []
+        chunks = list(whole.chunk(world)) if whole.dim() and whole.numel() else []
         for rank, shard in enumerate(shards):
             mine = chunks[rank] if rank < len(chunks) else torch.zeros(0)
+            mine = mine if whole.dim() else whole  # every rank keeps a single number
             assert torch.equal(shard[layout.slices(rank)[i]], mine.reshape(-1))
     for lo, hi in layout.pieces.gaps:
         assert shards[:, lo:hi].isnan().all()
@@ -48,7 +51,7 @@ def test_a_chunk_begins_at_a_multiple_of_the_alignment(shapes, world, align):
     layout = build(shapes, world, align)
     assert layout.shard % align == 0
     assert all(entry.start % align == 0 for entry in layout.entries)
-    used = sum(math.ceil(math.prod(s[:-1] or s) / world) * (s[-1] if len(s) > 1 else 1) for s in shapes)
+    used = sum(math.ceil(math.prod(s[:1]) / world) * math.prod(s[1:]) for s in shapes)
     assert layout.shard - used < align * (len(shapes) + 1)
 
 
