@@ -80,8 +80,8 @@ def fully_shard(
 ) -> Any:
     """Shard a module's parameters, their gradients and the optimizer's state over the ranks of a mesh.
 
-    Every rank keeps a part of each parameter. `module.parameters()` then yields these parts, with the shape of the
-    whole, for any elementwise optimizer built afterwards. The training loop stays the same: `loss.backward()`,
+    Every rank keeps rows of each parameter. `module.parameters()` then yields DTensors of them, for an optimizer built
+    afterwards. The training loop stays the same: `loss.backward()`,
     `optimizer.step()`. Gradients are averaged over the ranks of the mesh.
 
     With any of hocket's own arguments except `mesh`, a call shards a whole model and returns its `ShardContext`.

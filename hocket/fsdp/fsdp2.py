@@ -150,7 +150,7 @@ def _refuse_arguments(modules: Sequence[Any], given: Mapping[str, Any]) -> None:
 
 
 def _place_by(shard_placement_fn: Callable[[nn.Parameter], Any]) -> Place:
-    """FSDP2's `shard_placement_fn` as `place`: shards are ranges of elements, whatever the dimension."""
+    """FSDP2's `shard_placement_fn` as `place`: shards are rows, whatever the dimension."""
 
     def place(name: str, param: nn.Parameter) -> Placement | None:
         found = shard_placement_fn(param)

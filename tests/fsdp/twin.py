@@ -79,7 +79,8 @@ class Case:
     @property
     def exact(self) -> bool:
         """Whether all sums have one order only."""
-        return isinstance(self.model, str) or self.model.exact
+        # torch's fused kernel on CPUs rounds the end of a tensor otherwise than its middle.
+        return (isinstance(self.model, str) or self.model.exact) and self.optimizer != "adamw_fused"
 
     @property
     def defers(self) -> Literal["nothing", "outer", "all"]:

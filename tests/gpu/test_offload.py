@@ -37,7 +37,7 @@ def trained(rank: int, offload: Offload, strategy: str, late: bool, **options: A
         found += [loss.detach().cpu(), *(grad.cpu() for grad in grads)]
         with torch.no_grad():
             for p, grad in zip(training.model.parameters(), grads, strict=True):
-                p.to_local().sub_(torch.sign(grad) / 256)  # pyrefly: ignore[missing-attribute]
+                local(p).sub_(torch.sign(grad) / 256)
         training.optimizer.zero_grad()
     for p in training.model.parameters():
         assert p.device.type == ("cuda" if offload == "none" else "cpu")
