@@ -492,7 +492,7 @@ def peak_bytes(program: Program, rank: int, spans: Sequence[Span], costs: Costs)
     written: set[tuple[str, UnitName]] = set()
     where: dict[tuple[Name, int], int] = {}
     for position, op in enumerate(ops):
-        meaning = known.of(op)
+        meaning = known[op.verb, op.part, op.chunk, op.layer]
         unit = unit_moved(op) if op.verb == "add" else meaning.unit_written
         if unit is not None and (op.verb, unit) not in written:
             written.add((op.verb, unit))

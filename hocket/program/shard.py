@@ -225,7 +225,7 @@ def _visits(ops: list[Op], known: Meanings) -> list[Visit]:
     """The passes over units, by first reader."""
     visits: dict[tuple[UnitName, str, int, int], Visit] = {}
     for i, op in enumerate(ops):
-        name = known.of(op).unit_read
+        name = known[op.verb, op.part, op.chunk, op.layer].unit_read
         if name is not None:
             direction = "fwd" if op.verb == "fwd" else "bwd"  # a recomputation belongs to the backward
             key = (name, direction, op.microbatch, op.layer)
@@ -296,8 +296,7 @@ def _grad_spans(ops: list[Op], known: Meanings) -> Spans:
     """Those of all units that have weight gradients, by first one."""
     spans: Spans = {}
     for i, op in enumerate(ops):
-        name = known.of(op).unit_written if op.verb == "wgrad" else None
-        if name is not None:
+        if op.verb == "wgrad" and (name := known[op.verb, op.part, op.chunk, op.layer].unit_written) is not None:
             first, _ = spans.get((name, op.microbatch), (i, i))
             spans[name, op.microbatch] = (first, i)
     return spans
@@ -337,7 +336,7 @@ def _reduce(
         ends[last].append(key)
     final = dict(spans.keys())  # unit -> its last microbatch, since they come in order
     for i, op in enumerate(ops):
-        name = known.of(op).unit_written if op.verb == "wgrad" else None
+        name = known[op.verb, op.part, op.chunk, op.layer].unit_written if op.verb == "wgrad" else None
         if name is None:
             continue
         key = (name, op.microbatch)

@@ -467,7 +467,7 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
             """Whether so many leave the rank of the head enough memory."""
             return not memory or fits(trials.step(changed(c, {**way, _HEADS: heads})).held(rank), memory)
 
-        heads = next((n for n in range(wanted, 0, -1) if fit(n)), 0)
+        heads = wanted if not wanted or fit(wanted) else _least(wanted, lambda n: not fit(n)) - 1
         if heads < wanted:
             way, _ = weigh(c, [{**way, **cover, _HEADS: heads} for cover in covers], trials, worth=_FREE)
         if len(tried) > 1:
