@@ -116,7 +116,7 @@ def _context(s: Settings) -> Iterator[Overlap]:
         if recomputes(s, GATHERED):
             again, under = (
                 "keys and values gathered again, for backward",
-                "backward of the layer's parts behind attention",
+                "backward of the layer's parts after attention",
             )
             yield _row(s, "cp", again, "plan.recompute", under, kind="cp")
     else:
@@ -148,7 +148,7 @@ def _data(s: Settings) -> Iterator[Overlap]:
         yield _row(s, "dp", gradients, "mesh.dp", lacks=alone)
         return
     once = dp.strategy in ("no_shard", "optim")
-    why = "once a step, behind the last microbatch" if once else "behind the weight gradients of every microbatch"
+    why = "once a step, after the last microbatch" if once else "after the weight gradients of every microbatch"
     why += "; over replicas of the weights once a step" if s.mesh.replicas > 1 else ""
     yield _row(s, "dp", gradients, "overlap.dp.strategy", "backward of what follows", why, "reduce")
 
@@ -161,12 +161,12 @@ def _pipeline(s: Settings) -> Iterator[Overlap]:
     why = "lanes and groups of their own; needs no virtual stages"
     yield _row(s, "pp", forward, "", "other microbatches", why, "pp")
     if s.model.tied and not s.plan.turning:
-        why = "one way; the first rank's own leaves behind its last reduce"
+        why = "one way; the first rank's own leaves after its last reduce"
         yield _row(s, "pp", "gradients of the tied embedding", "", "the first rank's last backward", why)
     separate = s.plan.zero_bubble
-    behind = s.overlap.defer_wgrad != "off" and (separate or s.overlap.pp.defer_layers != 0)
+    after = s.overlap.defer_wgrad != "off" and (separate or s.overlap.pp.defer_layers != 0)
     setting = "overlap.defer_wgrad" if separate or s.overlap.defer_wgrad == "off" else "overlap.pp.defer_layers"
-    yield _row(s, "pp", backward, setting, "weight gradients behind them" if behind else "")
+    yield _row(s, "pp", backward, setting, "weight gradients after them" if after else "")
 
 
 def _experts(s: Settings) -> Iterator[Overlap]:

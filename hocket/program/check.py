@@ -307,7 +307,7 @@ def work_queued(facts: Facts) -> Iterator[Violation]:
                 exposed.append((i, source))
         for i, source in exposed[_EXPOSED_WAITS_ALLOWED:]:
             message = (
-                f"{facts.show(i)} stops the host right behind {facts.show(source)} with no compute op queued between "
+                f"{facts.show(i)} stops the host right after {facts.show(source)} with no compute op queued between "
                 f"them, and is not the first to do so while {forward} is merged with {other}"
             )
             yield facts.fail(13, message, i, source)

@@ -275,7 +275,7 @@ def _dropped_by(rank: _Rank) -> tuple[dict[int, list[int]], dict[int, list[int]]
         """What the ops of a lane know to be done of another one. It only grows."""
         return [known(other)[i] for i in positions[lane]]
 
-    def behind(p: int, who: Sequence[int]) -> int:
+    def first_after(p: int, who: Sequence[int]) -> int:
         """The first op of the lane of a value's memory that comes after its readers."""
         mine, k = memory_of(rank.ops[p]), 0
         for i in who:
@@ -283,9 +283,9 @@ def _dropped_by(rank: _Rank) -> tuple[dict[int, list[int]], dict[int, list[int]]
         return positions[mine][k] if k < len(positions[mine]) else len(lanes) - 1
 
     for p, who in rank.readers.items():
-        last = behind(p, who)
+        last = first_after(p, who)
         frees[last].append(p)
-        if p in rank.first_readers and (first := behind(p, rank.first_readers[p])) < last:
+        if p in rank.first_readers and (first := first_after(p, rank.first_readers[p])) < last:
             trims[first].append(p)
     return _sorted(frees), _sorted(trims)
 

@@ -74,7 +74,7 @@ def output_grad(layout: Layout, rank: int, m: int, chunk: int, layer: int = -1) 
     """The op whose value is the gradient of a layer's output, by default of a chunk's last layer."""
     if 0 <= layer < layout.layers(rank, chunk).stop - 1:
         return input_grad(layout, rank, m, chunk, layer + 1)
-    source = layout.behind(rank, chunk)
+    source = layout.after(rank, chunk)
     if source is None:
         return ("bwd", HEAD.name, m, chunk, -1)
     if source[0] == rank:

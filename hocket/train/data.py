@@ -152,8 +152,8 @@ class Stream:
         if self.packing != "best_fit":
             return ""
         filled = float(self._sizes.sum()) / max(1, self.sequences * self.length)
-        behind = f"; {self.left_out:,} documents longer than a sequence are left out" if self.left_out else ""
-        return f"{self.sequences:,} sequences, {100 * filled:.1f} % full{behind}"
+        left_out = f"; {self.left_out:,} documents longer than a sequence are left out" if self.left_out else ""
+        return f"{self.sequences:,} sequences, {100 * filled:.1f} % full{left_out}"
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ def _updates(c: Config, h: Host, trials: Trials) -> Ways:
         "Muon beside forwards is not measured on GPUs yet; overlap.dp.update = next_step asks for it": (
             c.optimizer.name == "muon"
         ),
-        "what is gathered in fp8 is cast behind the whole update": c.precision.gather == "fp8",
+        "what is gathered in fp8 is cast after the whole update": c.precision.gather == "fp8",
         "recorded steps with experts became at most 0.5% shorter by next_step (plan.graphs = on)": (
             c.plan.graphs == "on"
         ),

@@ -350,7 +350,7 @@ def told(ways: Sequence[Changes], steps: Sequence[Predicted], found: int, large:
 
 
 def too_large(what: str, step: Predicted, memory: int) -> str:
-    """Behind a reason: what does not fit."""
+    """The end of a reason: what does not fit."""
     return f"; {what} does not fit: {gib(step.nbytes)} of {gib(room(memory))}"
 
 
