@@ -233,7 +233,7 @@ def stage_seconds(layout: Layout, costs: Costs, sizes: Sizes) -> tuple[list[floa
 
     @cache
     def seconds(part: str, kind: int, *verbs: Verb) -> float:
-        return sum(float(costs.seconds(0, Op(verb, part, 0, 0, kind))) for verb in verbs)
+        return sum(float(costs.of(Op(verb, part, 0, 0, kind)).seconds) for verb in verbs)
 
     alike = {kind: layout.kinds.index(kind) for kind in layout.kinds}  # a layer of each kind costs what all of it do
     stages, ranks = list[float](), [0.0] * layout.pp
