@@ -131,6 +131,8 @@ def _longest_paths(program: Program, durations: Sequence[Time]) -> tuple[list[Ti
                 end = ends[earlier]
                 if end is None:
                     path.append(earlier)
+                    if len(path) > len(before):
+                        raise ValueError(_stuck(program, _never(before)))
                     break
                 if end > start:
                     start = end
@@ -138,8 +140,6 @@ def _longest_paths(program: Program, durations: Sequence[Time]) -> tuple[list[Ti
                 starts[top] = start
                 ends[top] = start + durations[top]
                 path.pop()
-            if len(path) > len(before):
-                raise ValueError(_stuck(program, _never(before)))
     return starts, [end for end in ends if end is not None]
 
 

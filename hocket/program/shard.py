@@ -54,7 +54,7 @@ from the head's backward to the embedding's.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hocket.config import Strategy
@@ -213,12 +213,13 @@ _BEGIN: tuple[tuple[int, Verb], ...] = ((0, "collect"), (1, "collect"), (0, "ort
 """(number of a unit, verb) of what stands before the first update."""
 
 
-def put_in(ops: Sequence[Op], before: Mapping[int, list[Op]], after: Mapping[int, list[Op]]) -> Iterator[Op]:
+def put_in(ops: Sequence[Op], before: Mapping[int, list[Op]], after: Mapping[int, list[Op]]) -> list[Op]:
     """The ops with more of them in front of, and after, those at some positions."""
-    for i, op in enumerate(ops):
-        yield from before.get(i, ())
-        yield op
-        yield from after.get(i, ())
+    out, done = list[Op](), 0
+    for i in sorted({*before, *after}):
+        out += [*ops[done:i], *before.get(i, ()), ops[i], *after.get(i, ())]
+        done = i + 1
+    return [*out, *ops[done:]]
 
 
 def _visits(ops: list[Op], known: Meanings) -> list[Visit]:
@@ -336,8 +337,7 @@ def _reduce(
         ends[last].append(key)
     final = dict(spans.keys())  # unit -> its last microbatch, since they come in order
     for i, op in enumerate(ops):
-        name = known[op.verb, op.part, op.chunk, op.layer].unit_written if op.verb == "wgrad" else None
-        if name is None:
+        if op.verb != "wgrad" or (name := known[op.verb, op.part, op.chunk, op.layer].unit_written) is None:
             continue
         key = (name, op.microbatch)
         if key not in slot_of:
