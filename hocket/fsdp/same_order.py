@@ -66,11 +66,10 @@ class SameOrder:
         self._past: list[str] = []  # the last ones
         self._period = 0  # the next one is expected to be that of so many before; 0: unknown
         self._open = ""  # key that the last rank sets where all were asked
-        self._idle_since = self._told = 0
 
     def note(self, what: str) -> None:
         """The next collective is issued."""
-        self.count += 1  # first, for `tell`
+        self.count += 1  # before the list grows: `tell` compares it
         past, period = self._past, self._period
         expected = 0 < period <= len(past) and past[-period] == what
         past.append(what)
@@ -117,14 +116,17 @@ class SameOrder:
         return {str(n): what for n, what in enumerate(past, self.count - len(past))}
 
     def tell(self) -> None:
-        """In a thread, every `IDLE` seconds: tell the other ranks the last collectives if none was issued since."""
-        count = self.count
-        if self._told != count == self._idle_since:
-            last = json.dumps(self._last())
-            if count == self.count:  # else the main thread has gone on meanwhile
-                self.store.set(f"{self.rank}", last)
-                self._told = count
-        self._idle_since = count
+        """In a thread: tell the other ranks the last collectives where none was issued for `IDLE` seconds."""
+        told = seen = 0
+        with suppress(RuntimeError):  # the default group is gone
+            while _orders.get(self.ranks) is self:
+                if told != seen == self.count:
+                    last = json.dumps(self._last())
+                    if seen == self.count:  # else the main thread has gone on meanwhile
+                        self.store.set(f"{self.rank}", last)
+                        told = seen
+                seen = self.count
+                time.sleep(IDLE)
 
 
 _orders: dict[tuple[int, ...], SameOrder] = {}
@@ -138,22 +140,14 @@ def order_over(mesh: DeviceMesh | None) -> SameOrder | None:
     if len(ranks) < 2 or not dist.is_initialized():
         return None
     if dist.group.WORLD is not _world[1]:
-        if not _world[0]:
-            threading.Thread(target=_tell, name="hocket order", daemon=True).start()
         _world = _world[0] + 1, dist.group.WORLD
         _orders.clear()
     if ranks not in _orders:
         name = f"hocket order {_world[0]} {ranks[0]} {len(ranks)} {zlib.crc32(repr(ranks).encode())}"
-        _orders[ranks] = SameOrder(ranks, dist.PrefixStore(name, dist.distributed_c10d._get_default_store()))
+        order = SameOrder(ranks, dist.PrefixStore(name, dist.distributed_c10d._get_default_store()))
+        _orders[ranks] = order
+        threading.Thread(target=order.tell, name="hocket order", daemon=True).start()
     return _orders[ranks]
-
-
-def _tell() -> None:
-    while True:
-        time.sleep(IDLE)
-        for order in list(_orders.values()):
-            with suppress(RuntimeError):  # the group is gone
-                order.tell()
 
 
 class UnusedGradients:

@@ -16,7 +16,7 @@ read it last. So a rank needs as many as the list has between offloads and reloa
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hocket.program.ops import HOST, Key, Layout, Op
 from hocket.program.shard import put_in
@@ -96,7 +96,7 @@ def _offloaded(layout: Layout, layer: int) -> list[str]:
     return [part for part in layout.forward_parts(layer) if layout.offloads(part, layer)]
 
 
-def _with_slots(ops: Iterator[Op]) -> Iterator[Op]:
+def _with_slots(ops: Iterable[Op]) -> Iterator[Op]:
     """See Note: [Slots in the host's memory]."""
     free, made = defaultdict[str, deque[int]](deque), defaultdict[str, int](int)
     used: dict[tuple[str, int, int, int], int] = {}
