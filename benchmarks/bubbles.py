@@ -20,7 +20,7 @@ from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import predict, program_of
 from hocket.predict.hardware import H200
-from hocket.predict.simulate import simulate
+from hocket.predict.simulate import OpCost, simulate
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.pipeline import TRANSFORMER
@@ -52,20 +52,10 @@ LAYERS = 4
 class Units:
     """Costs in units; the MLP stands for its layer."""
 
-    def seconds(self, rank: int, op: Op) -> int:
-        return getattr(TRANSFORMER, op.verb) if op.part == "mlp" else 0
-
-    def inner_seconds(self, rank: int, op: Op) -> int:
-        return 0
-
-    def output_bytes(self, rank: int, op: Op) -> int:
-        return 0
-
-    def saved_bytes(self, rank: int, op: Op) -> int:
-        return 1 if op.part == "mlp" and op.verb in ("fwd", "bwd") else 0
-
-    def grad_bytes(self, rank: int, op: Op) -> int:
-        return 0
+    def of(self, op: Op) -> OpCost:
+        if op.part != "mlp":
+            return OpCost(0)
+        return OpCost(getattr(TRANSFORMER, op.verb), saved_bytes=int(op.verb in ("fwd", "bwd")))
 
     def fixed_bytes(self, program: Program, rank: int) -> int:
         return 0

@@ -337,7 +337,7 @@ def planned(words: str) -> tuple[Program, Timeline, str]:
     options, origins = parse(Plan, "plan", shlex.split(words))
     settings = resolve_for_plan(options.config, origins)
     program, hardware = program_of(settings), hardware_of(settings)
-    return program, predict(settings, program, hardware), report(settings, hardware, WIDTH, options.ops)
+    return program, predict(settings, program, hardware), report(settings, program, hardware, WIDTH, options.ops)
 
 
 def make_plan(words: str) -> str:

@@ -127,9 +127,8 @@ def adapter_seconds(settings: Settings, program: Program, costs: CostTable) -> f
     return max(sum(seconds.get(cost_key(op, kinds), 0.0) for op in ops) for ops in program.ranks)
 
 
-def report(settings: Settings, hardware: Hardware, width: int, ops: int) -> str:
+def report(settings: Settings, program: Program, hardware: Hardware, width: int, ops: int) -> str:
     """Choices, timeline, predicted numbers and the first `ops` lines of the program (-1: all), for a terminal."""
-    program = program_of(settings)
     timeline = predict(settings, program, hardware)
     busy = adapter_seconds(settings, program, costs_of(settings, hardware))
     wide = wrap(network(settings, busy, float(timeline.makespan)), max(width, 80), subsequent_indent="  ")
@@ -175,9 +174,8 @@ def rates(settings: Settings, hardware: Hardware) -> str:
     return "" if told else f"rates {hardware.origin}"
 
 
-def as_json(settings: Settings, hardware: Hardware) -> dict[str, Any]:
+def as_json(settings: Settings, program: Program, hardware: Hardware) -> dict[str, Any]:
     """The same for machines, without pictures and without the program's ops."""
-    program = program_of(settings)
     timeline = predict(settings, program, hardware)
     choices = [{"setting": d.setting, "value": d.value, "reason": d.reason} for d in settings.decisions]
     numbers = summary(timeline, program)

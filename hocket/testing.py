@@ -162,7 +162,7 @@ class Overlap:
     def all(self) -> Collectives:
         """All collectives."""
         if self._all is None:
-            raise ValueError("overlap: asked inside of the profiled block, or it raised; fix: ask behind it")
+            raise ValueError("overlap: asked inside of the profiled block, or it raised; fix: ask after it")
         return self._all
 
     def of(self, *kinds: Kind, group: str = "", launcher: str = "", op: str = "") -> Collectives:

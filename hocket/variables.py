@@ -84,7 +84,7 @@ WANTED: tuple[Variable, ...] = (
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "32",
         "CUDA starts",
-        "streams share that many queues, and below 32 less overlaps: communication of one lane waits behind compute "
+        "streams share that many queues, and below 32 less overlaps: communication of one lane waits for compute "
         "of another that was launched before",
     ),
 )

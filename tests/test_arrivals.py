@@ -70,7 +70,7 @@ def test_a_step_fits_only_beside_what_others_write_into(transport: str, fits: bo
     c = resolve(changed(Config(), BASE | {"mesh.pp": 2, "train.transport": transport}), GPUS)
     hardware = hardware_of(c)
     peak = max(use.peak_bytes for use in predict(c, program_of(c), hardware).ranks)
-    assert ("DOES NOT FIT" not in report(c, replace(hardware, memory=peak), 80, 0)) == fits
+    assert ("DOES NOT FIT" not in report(c, program_of(c), replace(hardware, memory=peak), 80, 0)) == fits
 
 
 def test_a_p2p_has_no_more_room_than_it_needs_and_never_more_than_64_mib() -> None:

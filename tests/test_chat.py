@@ -25,7 +25,7 @@ from hocket.model.documents import PADDING, documents_of
 from hocket.model.source import init_tensor
 from hocket.resolve import Settings, resolve
 from hocket.train.chat import Chats
-from hocket.train.corpus import Corpus, Split, open_corpus
+from hocket.train.corpus import Corpus, Split, inside, open_corpus
 from hocket.train.data import Stream, best_fit, make_streams
 from hocket.train.documents import BadFileError
 from hocket.train.sources import open_text
@@ -326,6 +326,18 @@ def test_a_changed_template_is_another_text(tmp_path):
 
 def settings_of(data: DataConfig, microbatches: int = 1, eval_batches: int = 0) -> Settings:
     return resolve(Config(data=data, train=TrainConfig(microbatches=microbatches, eval_batches=eval_batches)))
+
+
+def test_masks_are_ranges_on_disk(tmp_path):
+    """A byte for each token is much for a large corpus. Ranges that touch, and their borders, count as they should."""
+    corpus = opened(tmp_path, *[{"p": "abc", "a": "de" * n} for n in range(1, 9)], text_key=("p", "a"), template="")
+    masked = corpus.whole.masked
+    assert isinstance(masked, np.memmap)
+    assert (masked[:, 1] - masked[:, 0]).tolist() == [3] * 8
+    assert corpus.whole.unlearnt == 24
+    mask = np.zeros(20, dtype=bool)
+    mask[2:9] = mask[12:13] = True
+    assert (inside(np.arange(20), np.array([[2, 5], [5, 9], [12, 13]])) == mask).all()
 
 
 def test_masks_need_sequences_that_know_their_documents(tmp_path):

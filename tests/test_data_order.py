@@ -153,8 +153,8 @@ def test_what_sequences_cost_is_what_the_ops_of_their_layers_take(model: str, wa
         for part in layout.type_of(n).parts
         for verb in ("fwd", "bwd")
     ]
-    seconds = [sum(float(found.seconds(0, op._replace(microbatch=m))) for op in ops) for m in range(len(lengths))]
-    assert seconds[0] == pytest.approx(sum(float(whole.seconds(0, op)) for op in ops), rel=1e-12)
+    seconds = [sum(float(found.of(op._replace(microbatch=m)).seconds) for op in ops) for m in range(len(lengths))]
+    assert seconds[0] == pytest.approx(sum(float(whole.of(op).seconds) for op in ops), rel=1e-12)
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] > 0
     works = [attending(c.model, length).work(each) for each in lengths]

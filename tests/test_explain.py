@@ -114,7 +114,7 @@ def test_the_explanation_as_text(pytestconfig: pytest.Config) -> None:
 def test_sends_of_gradients_are_hidden_by_what_stands_behind_them(layers: int, state: str) -> None:
     found = row(explained(mesh__pp=2, overlap__pp__defer_layers=layers), "gradients sent")
     assert (found.state, found.setting) == (state, "overlap.pp.defer_layers")
-    assert found.under == ("weight gradients behind them" if state == "on" else "")
+    assert found.under == ("weight gradients after them" if state == "on" else "")
 
 
 def test_a_run_that_was_asked_for_much_says_what_it_got() -> None:

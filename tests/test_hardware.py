@@ -111,7 +111,9 @@ def test_a_gpu_that_was_asked_for_wins_and_the_prediction_says_where_its_rates_c
     settings = on(Host(gpus=8, kinds=("NVIDIA H200",)), hardware__gpu="b200", train__microbatches=2)
     assert hardware_of(settings).name == "b200"
     assert not [d for d in settings.decisions if d.setting == "hardware.gpu"]
-    assert "on b200, bf16; rates scaled from its data sheet" in report(settings, hardware_of(settings), 100, 0)
+    assert "on b200, bf16; rates scaled from its data sheet" in report(
+        settings, program_of(settings), hardware_of(settings), 100, 0
+    )
     assert hardware_of(on(Host(), "tiny")).name == "laptop"
 
 

@@ -74,12 +74,14 @@ def test_a_step_is_predicted_with_them_and_says_so(tmp_path: Path) -> None:
     known, program = with_documents(settings), program_of(settings)
     short, whole = (float(predict(each, program, H200).makespan) for each in (known, settings))
     assert short < 0.99 * whole
-    (told,) = [line for line in report(known, H200, 80, 0).splitlines() if line.startswith("documents")]
+    (told,) = [
+        line for line in report(known, program_of(known), H200, 80, 0).splitlines() if line.startswith("documents")
+    ]
     count = sum(tokens // length for length, tokens in merged(known.host.documents))
     assert f"those of the first step: {count}, " in told
-    assert "each sequence counts as one document" in report(settings, H200, 80, 0)
-    assert as_json(known, H200)["documents"] == told.removeprefix("documents  ")
-    assert as_json(known, H200)["predicted"]["step_seconds"] == pytest.approx(short)
+    assert "each sequence counts as one document" in report(settings, program_of(settings), H200, 80, 0)
+    assert as_json(known, program_of(known), H200)["documents"] == told.removeprefix("documents  ")
+    assert as_json(known, program_of(known), H200)["predicted"]["step_seconds"] == pytest.approx(short)
     assert any("those of the first step" in line for line in page_head(known, program, H200)[1])
     assert "those of the first step" in simulated(known)[0].note
     assert simulated(known)[0].step == pytest.approx(short)
@@ -103,7 +105,7 @@ def test_documents_do_not_matter_where_attention_takes_as_long(tmp_path: Path, g
     settings = settings_of(tmp_path, **given)
     open_text(settings)
     assert with_documents(settings).host.documents == ()
-    assert "documents  " not in report(settings, H200, 80, 0)
+    assert "documents  " not in report(settings, program_of(settings), H200, 80, 0)
 
 
 def test_whoever_has_a_plan_gives_documents_of_its_own() -> None:

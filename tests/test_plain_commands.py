@@ -19,14 +19,17 @@ MISTAKES = [
     ("generate run --prompt a --seed 18446744073709551616", f"{GENERATE_SAYS}argument --seed: 18446744073709551616 is"),
     ("generate run --prompt a --temperature nan", f"{GENERATE_SAYS}argument --temperature: nan is not from 0 to"),
     ("generate run --prompt a --prompt=b", f"{GENERATE_SAYS}argument --prompt: given twice; fix: "),
-    ("generate run --prompt a --seeds 1", f"{GENERATE_SAYS}unrecognized arguments: --seeds 1; fix: "),
+    (
+        "generate run --prompt a --seeds 1",
+        f"{GENERATE_SAYS}unrecognized arguments: --seeds 1; fix: did you mean --seed?",
+    ),
     ("generate run --prompt a --device tpu", f"{GENERATE_SAYS}argument --device: invalid choice: 'tpu' (choose from"),
     ("export run", f"{EXPORT_SAYS}the following arguments are required: FOLDER; fix: hocket export --help"),
     ("export run folder --dtype fp8", f"{EXPORT_SAYS}argument --dtype: invalid choice: 'fp8' (choose from"),
     ("export run folder more", f"{EXPORT_SAYS}unrecognized arguments: more; fix: "),
     ("import run", "hocket import (command line): the following arguments are required: FILE.toml; fix: "),
     ("import run file.json", "file.json (command line): not a TOML file; fix: "),
-    ("runs --htm x", "hocket runs (command line): unrecognized arguments: --htm; fix: "),
+    ("runs --htm x", "hocket runs (command line): unrecognized arguments: --htm; fix: did you mean --html?"),
 ]
 
 

@@ -225,7 +225,7 @@ def _line(name: str, total: float, count: int) -> str:
 
 
 def _streams(corpus: Corpus, data: DataConfig) -> Iterator[Stream]:
-    """All sequences of a text, and where sequences are cut from it what is left behind the last one."""
+    """All sequences of a text, and where sequences are cut from it what is left after the last one."""
     from hocket.train.corpus import Split
     from hocket.train.data import Stream
 

@@ -20,7 +20,7 @@ import tyro
 from hocket.config import Config
 from hocket.config.load import begin, given, split
 from hocket.config.rule import problem
-from hocket.config.schema import changed
+from hocket.config.schema import changed, meant
 from hocket.problems import stop_if
 
 
@@ -93,7 +93,10 @@ class Parser(ArgumentParser):
         return self.parse_intermixed_args(joined)
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{self.prog} (command line): {message}; fix: {self.prog} --help")
+        unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0].partition("=")[0]
+        close = meant(unknown, self._option_string_actions) if unknown.startswith("--") else ""
+        fix = f"did you mean {close}?" if close else f"{self.prog} --help"
+        raise ValueError(f"{self.prog} (command line): {message}; fix: {fix}")
 
 
 def some(word: str) -> str:

@@ -74,10 +74,10 @@ def run(words: list[str]) -> int:
         head = planning.page_head(settings, program, hardware)
         write(options.html, html_timeline(planning.predict(settings, program, hardware), program, *head))
     if options.json:
-        print(json_module.dumps(planning.as_json(settings, hardware), indent=1))
+        print(json_module.dumps(planning.as_json(settings, program, hardware), indent=1))
     elif not (options.svg or options.html):
         width = shutil.get_terminal_size((120, 40)).columns
-        print(planning.report(settings, hardware, width, options.ops))
+        print(planning.report(settings, program, hardware, width, options.ops))
     return 0
 
 

@@ -98,7 +98,7 @@ class Executor:
         self._ops = [self._list[c.position] for c in self._ops]
 
     def watch(self, see: Callable[[Op, Any], None] | None) -> None:
-        """Behind every op that computes call `see` with what it returned, on its lane; with None, no longer."""
+        """After every op that computes call `see` with what it returned, on its lane; with None, no longer."""
         self._names = None
         self._list = [_watched(c, see) if c.lane in COMPUTING else c for c in self._plain] if see else self._plain
         self._ops = [self._list[c.position] for c in self._ops]

@@ -88,7 +88,7 @@ class RowRoom:
     def again(self, run: Callable[[], T]) -> T:
         """What `run` returns, which issues the ops whose rows `lacked` room: inside, hosts know how many rows come.
 
-        Behind it there is more room, or if that would not fit on some rank, none: hosts know from then on.
+        After it there is more room, or if that would not fit on some rank, none: hosts know from then on.
         """
         room, lacked, self.now = self.now, self.lacked, None
         assert room is not None

@@ -116,7 +116,7 @@ def _context(s: Settings) -> Iterator[Overlap]:
         if recomputes(s, GATHERED):
             again, under = (
                 "keys and values gathered again, for backward",
-                "backward of the layer's parts behind attention",
+                "backward of the layer's parts after attention",
             )
             yield _row(s, "cp", again, "plan.recompute", under, kind="cp")
     else:
@@ -148,7 +148,7 @@ def _data(s: Settings) -> Iterator[Overlap]:
         yield _row(s, "dp", gradients, "mesh.dp", lacks=alone)
         return
     once = dp.strategy in ("no_shard", "optim")
-    why = "once a step, behind the last microbatch" if once else "behind the weight gradients of every microbatch"
+    why = "once a step, after the last microbatch" if once else "after the weight gradients of every microbatch"
     why += "; over replicas of the weights once a step" if s.mesh.replicas > 1 else ""
     yield _row(s, "dp", gradients, "overlap.dp.strategy", "backward of what follows", why, "reduce")
 
@@ -161,12 +161,12 @@ def _pipeline(s: Settings) -> Iterator[Overlap]:
     why = "lanes and groups of their own; needs no virtual stages"
     yield _row(s, "pp", forward, "", "other microbatches", why, "pp")
     if s.model.tied and not s.plan.turning:
-        why = "one way; the first rank's own leaves behind its last reduce"
+        why = "one way; the first rank's own leaves after its last reduce"
         yield _row(s, "pp", "gradients of the tied embedding", "", "the first rank's last backward", why)
     separate = s.plan.zero_bubble
-    behind = s.overlap.defer_wgrad != "off" and (separate or s.overlap.pp.defer_layers != 0)
+    after = s.overlap.defer_wgrad != "off" and (separate or s.overlap.pp.defer_layers != 0)
     setting = "overlap.defer_wgrad" if separate or s.overlap.defer_wgrad == "off" else "overlap.pp.defer_layers"
-    yield _row(s, "pp", backward, setting, "weight gradients behind them" if behind else "")
+    yield _row(s, "pp", backward, setting, "weight gradients after them" if after else "")
 
 
 def _experts(s: Settings) -> Iterator[Overlap]:
@@ -239,7 +239,7 @@ def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
     else:
         short, step = _step(settings, hardware, few), _step(settings, hardware, more)
         periods = (count - few) / (more - few)
-        found = _continued(short.found, step.found, periods)
+        found = continued(short.found, step.found, periods)
         adapter = continued(short.adapter, step.adapter, periods)
         how = f"simulated with {few} and {more} microbatches, and continued to {count}"
     told = told_documents(settings)
@@ -257,8 +257,8 @@ def _in_fp8(settings: Settings, hardware: Hardware, step: Step) -> Iterator[str]
     tried = changed(settings, {"precision.compute": "fp8"})
     if settings.precision.compute == "fp8" or any(rule.broken(tried, host) for rule in rules):
         return
-    ops = [(rank, op) for rank, ops in enumerate(step.program.ranks) for op in ops if op.lane == "compute"]
-    own, other = (sum(costs.seconds(*op) for op in ops) for costs in (step.costs, costs_of(tried, hardware)))
+    ops = [op for _, _, op in step.program if op.lane == "compute"]
+    own, other = (sum(costs.of(op).seconds for op in ops) for costs in (step.costs, costs_of(tried, hardware)))
     if own > other:
         yield f"precision.compute = fp8 makes compute {own / other:.2f} times as fast, and rounds more"
 
@@ -285,24 +285,6 @@ def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:
     )
     peaks = tuple(use.peak_bytes for use in timeline.ranks)
     return Step(program, costs, found, peaks, adapter_seconds(settings, program, costs))
-
-
-def _continued(short: Predicted, long: Predicted, periods: float) -> Predicted:
-    """A step with more microbatches of the steady state."""
-    kinds = {
-        kind: Times(
-            seconds=continued(times.seconds, long.kinds[kind].seconds, periods),
-            exposed=continued(times.exposed, long.kinds[kind].exposed, periods),
-        )
-        for kind, times in short.kinds.items()
-    }
-    return replace(
-        long,
-        step=continued(short.step, long.step, periods),
-        compute=continued(short.compute, long.compute, periods),
-        idle=continued(short.idle, long.idle, periods),
-        kinds=kinds,
-    )
 
 
 # -- Units, groups and memory of a run ---------------------------------------------------------------------------------

@@ -292,7 +292,7 @@ class FSDPModule(TorchFSDPModule):
 
 _NOTHING_TO_DO = {
     "set_is_last_backward": "the end of a backward waits for nothing, in no case",
-    "set_post_optim_event": "gathers come behind all that was issued when the forward begins, so behind this event",
+    "set_post_optim_event": "gathers come after all that was issued when the forward begins, so after this event",
     "set_force_sum_reduction_for_comms": "ranks' gradients are summed, then divided",
     "set_reduce_scatter_unused_params": "a unit is reduced whole, and ranks may use other parameters of it",
     "set_separate_reduce_scatter_group": "reductions have a group of their own",

@@ -292,11 +292,11 @@ def _pair_rows(
     for k in tl.static_range(top_k):
         at = token * top_k + k
         own = tl.load(inverse + at, mask=inside, other=0)
-        behind = own[:, None] >= ends[None, :]
-        mine = p[None, :] == tl.sum(behind.to(tl.int32), axis=1)[:, None]
+        past = own[:, None] >= ends[None, :]
+        mine = p[None, :] == tl.sum(past.to(tl.int32), axis=1)[:, None]
         row = tl.sum(tl.where(mine, row_of, 0), axis=1)
         earlier = tl.sum(tl.where(mine, seen, 0), axis=1)
-        start = tl.max(tl.where(behind, ends[None, :], 0), axis=1)
+        start = tl.max(tl.where(past, ends[None, :], 0), axis=1)
         tl.store(rows + at, row, mask=inside)
         tl.store(firsts + at, tl.where(earlier > 0, -1, row), mask=inside)
         tl.store(seats + at, own - start, mask=inside)

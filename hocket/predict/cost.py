@@ -69,32 +69,26 @@ class CostTable:
     lent: Collection[tuple[str, int]] = frozenset()
     """(part, layer) of those who do not keep what they read, and of those who make it again for their backward."""
 
+    @cached_property
+    def _found(self) -> dict[tuple[str, str, int], OpCost]:
+        return {}
+
     def of(self, op: Op) -> OpCost:
-        return self.table.get(cost_key(op, self.kinds), _FREE)
+        """What an op costs, each layer's found once: what it keeps depends on whether its layer runs forward again."""
+        key = op.verb, op.part, op.layer
+        if (found := self._found.get(key)) is None:
+            found = self._found[key] = self._of_layer(op)
+        return found
 
-    def seconds(self, rank: int, op: Op) -> Time:
-        return self.of(op).seconds
-
-    def inner_seconds(self, rank: int, op: Op) -> Time:
-        return self.of(op).inner_seconds
-
-    def output_bytes(self, rank: int, op: Op) -> int:
-        cost = self.of(op)
-        lent = op.verb == "recompute" and (op.part, op.layer) in self.lent
-        handed = cost.handed_bytes if self._keeps_nothing(op) else 0
-        return cost.output_bytes + handed + (cost.lent_bytes if lent else 0)
-
-    def saved_bytes(self, rank: int, op: Op) -> int:
-        if self._keeps_nothing(op):
-            return 0
-        cost, lent = self.of(op), op.verb == "fwd" and (op.part, op.layer) in self.lent
-        return cost.saved_bytes - (cost.lent_bytes if lent else 0)
-
-    def _keeps_nothing(self, op: Op) -> bool:
-        return op.verb == "fwd" and (op.part, op.layer) in self.recomputed
-
-    def grad_bytes(self, rank: int, op: Op) -> int:
-        return self.of(op).grad_bytes
+    def _of_layer(self, op: Op) -> OpCost:
+        cost, where = self.table.get(cost_key(op, self.kinds), _FREE), (op.part, op.layer)
+        if op.verb == "fwd" and where in self.recomputed:
+            return replace(cost, output_bytes=cost.output_bytes + cost.handed_bytes, saved_bytes=0)
+        if op.verb == "fwd" and where in self.lent:
+            return replace(cost, saved_bytes=cost.saved_bytes - cost.lent_bytes)
+        if op.verb == "recompute" and where in self.lent:
+            return replace(cost, output_bytes=cost.output_bytes + cost.lent_bytes)
+        return cost
 
     def fixed_bytes(self, program: Program, rank: int) -> int:
         if not self.slot_bytes:
@@ -588,10 +582,11 @@ class Varied(CostTable):
     microbatches: Sequence[CostTable] = ()
     """Of each."""
 
-    def seconds(self, rank: int, op: Op) -> Time:
+    def of(self, op: Op) -> OpCost:
+        known = super().of(op)
         if op.verb not in ("fwd", "bwd", "recompute"):
-            return super().seconds(rank, op)
-        return self.microbatches[op.microbatch].seconds(rank, op)
+            return known
+        return replace(known, seconds=self.microbatches[op.microbatch].of(op).seconds)
 
 
 def varied(whole: CostTable, config: Config, hardware: Hardware, documents: Sequence[Lengths]) -> Varied:

@@ -64,15 +64,20 @@ def kind_of(lane: Lane) -> Kind | None:
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """Cost of one op on one rank. `memory_bytes` is traffic outside matmuls; the rest is as in `Costs`."""
+    """Cost of one op on one rank."""
 
     seconds: Time = 0.0
+    """How long the op occupies its lane."""
     flops: float = 0.0
     wire_bytes: int = 0
     memory_bytes: int = 0
+    """Traffic outside matmuls."""
     output_bytes: int = 0
+    """Size of the value that the op produces."""
     saved_bytes: int = 0
+    """Size of what the op keeps for the op that continues it: fwd for bwd, bwd for wgrad."""
     grad_bytes: int = 0
+    """Size of the reduced gradients of a wgrad's unit, or of the sum that an add makes beside them."""
     handed_bytes: int = 0
     """More of the output, if a forward that runs again keeps nothing else of it."""
     lent_bytes: int = 0
@@ -126,6 +131,8 @@ def _longest_paths(program: Program, durations: Sequence[Time]) -> tuple[list[Ti
                 end = ends[earlier]
                 if end is None:
                     path.append(earlier)
+                    if len(path) > len(before):
+                        raise ValueError(_stuck(program, _never(before)))
                     break
                 if end > start:
                     start = end
@@ -133,8 +140,6 @@ def _longest_paths(program: Program, durations: Sequence[Time]) -> tuple[list[Ti
                 starts[top] = start
                 ends[top] = start + durations[top]
                 path.pop()
-            if len(path) > len(before):
-                raise ValueError(_stuck(program, _never(before)))
     return starts, [end for end in ends if end is not None]
 
 
@@ -336,29 +341,13 @@ def _stuck(program: Program, waiting: Sequence[int]) -> str:
 
 
 class Costs(Protocol):
-    """What the simulator asks about an op of a pipeline rank."""
+    """What the simulator asks."""
 
-    def seconds(self, rank: int, op: Op) -> Time:
-        """How long the op occupies its lane; of a recv, the p2p transfer. A send's is not asked for: it takes none."""
+    def of(self, op: Op, /) -> OpCost:
+        """What an op costs. The seconds of a p2p transfer are its recv's; those of a send are not looked at."""
         ...
 
-    def inner_seconds(self, rank: int, op: Op) -> Time:
-        """In how much of that a compute op waits for tensor-parallel peers."""
-        ...
-
-    def output_bytes(self, rank: int, op: Op) -> int:
-        """Size of the value the op produces."""
-        ...
-
-    def saved_bytes(self, rank: int, op: Op) -> int:
-        """Size of what the op keeps for the op that continues it: fwd for bwd, bwd for wgrad."""
-        ...
-
-    def grad_bytes(self, rank: int, op: Op) -> int:
-        """Size of the reduced gradients of a wgrad's unit, or of the sum that an add makes beside them."""
-        ...
-
-    def fixed_bytes(self, program: Program, rank: int) -> int:
+    def fixed_bytes(self, program: Program, rank: int, /) -> int:
         """Size of what is held for the whole step: shards, optimizer state, weight and gradient slots."""
         ...
 
@@ -418,7 +407,7 @@ def simulate(program: Program, costs: Costs, overheads: Overheads = NO_OVERHEADS
         )
         for rank, (ops, row) in enumerate(zip(program.ranks, spans, strict=True))
     ]
-    inside = [sum(costs.inner_seconds(rank, op) for op in ops) for rank, ops in enumerate(program.ranks)]
+    inside = [sum(costs.of(op).inner_seconds for op in ops) for ops in program.ranks]
     if any(inside):  # what compute ops wait for tensor-parallel peers is exposed
         ranks = [
             replace(use, busy=use.busy - w, exposed={**use.exposed, "tp": w}, exposed_total=use.exposed_total + w)
@@ -439,7 +428,7 @@ def times(program: Program, costs: Costs) -> tuple[list[Time], list[Time]]:
 
 
 def _durations(program: Program, costs: Costs) -> list[Time]:
-    return [0 if op.verb == "send" else costs.seconds(rank, op) for rank, _, op in program]
+    return [0 if op.verb == "send" else costs.of(op).seconds for ops in program.ranks for op in ops]
 
 
 def _usage(ops: Sequence[Op], spans: Sequence[Span], makespan: Time, own: Sequence[Kind]) -> Usage:
@@ -492,12 +481,12 @@ def peak_bytes(program: Program, rank: int, spans: Sequence[Span], costs: Costs)
     written: set[tuple[str, UnitName]] = set()
     where: dict[tuple[Name, int], int] = {}
     for position, op in enumerate(ops):
-        meaning = known.of(op)
+        meaning = known[op.verb, op.part, op.chunk, op.layer]
         unit = unit_moved(op) if op.verb == "add" else meaning.unit_written
         if unit is not None and (op.verb, unit) not in written:
             written.add((op.verb, unit))
-            changes.append((spans[position].start, costs.grad_bytes(rank, op)))
-        size = costs.output_bytes(rank, op)
+            changes.append((spans[position].start, costs.of(op).grad_bytes))
+        size = costs.of(op).output_bytes
         if size:
             span = spans[position]
             begins = 0 if op.verb == "update" else span.end if op.verb == "offload" else span.start
@@ -507,7 +496,7 @@ def peak_bytes(program: Program, rank: int, spans: Sequence[Span], costs: Costs)
         if op.verb in ("fwd", "recompute", "bwd", *HOST):
             where[(op.verb, op.part, op.chunk, op.layer), op.microbatch] = position
         if meaning.follows is not None and (continued := where.get((meaning.follows, op.microbatch))) is not None:
-            saved = costs.saved_bytes(rank, ops[continued])
+            saved = costs.of(ops[continued]).saved_bytes
             changes.append((spans[continued].end, saved))
             changes.append((spans[position].end, -saved))
     changes.sort()  # at one moment, what is dropped goes first: its memory is taken again
@@ -524,5 +513,5 @@ def host_bytes(program: Program, rank: int, costs: Costs) -> int:
     largest = dict.fromkeys(slots, 0)
     for op in program.ranks[rank]:
         if op.verb == "offload":
-            largest[op.part] = max(largest[op.part], costs.output_bytes(rank, op))
+            largest[op.part] = max(largest[op.part], costs.of(op).output_bytes)
     return sum(slots[part] * -(-nbytes // HOST_BLOCK) * HOST_BLOCK for part, nbytes in largest.items())

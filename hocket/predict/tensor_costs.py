@@ -251,14 +251,12 @@ def model_of_rank(c: Config) -> ModelConfig:
     return replace(m, **narrow, kv_heads=max(1, m.kv_heads // tp))
 
 
-def model_of_ranks(c: Config) -> ModelConfig:
-    """The model as all tensor-parallel ranks together compute it: heads that several of them have count as often."""
-    return replace(c.model, kv_heads=max(c.mesh.tp, c.model.kv_heads))
-
-
 def models_of(c: Config) -> tuple[ModelConfig, ModelConfig, int]:
-    """The model that costs of parts are of, the one whose units a rank holds, and how many ranks share a product."""
-    return model_of_ranks(c), model_of_rank(c), c.mesh.tp
+    """The model that costs of parts are of, the one whose units a rank holds, and how many ranks share a product.
+
+    Parts are those of all tensor-parallel ranks together: heads that several of them have count as often.
+    """
+    return replace(c.model, kv_heads=max(c.mesh.tp, c.model.kv_heads)), model_of_rank(c), c.mesh.tp
 
 
 def add_waits(table: dict[CostKey, OpCost], c: Config, hardware: Hardware, layout: Layout) -> None:

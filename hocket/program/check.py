@@ -41,7 +41,7 @@ from hocket.program.check_memory import (
     values_dropped_in_time,
     values_live,
 )
-from hocket.program.facts import INVARIANTS, Facts, Violation, gather_facts, has_place
+from hocket.program.facts import INVARIANTS, Facts, Violation, gather_facts
 from hocket.program.linearize import circle_of, waits
 from hocket.program.ops import HOST, TIED, Key, Layout, Op, Program, stops_host, tied_lane
 from hocket.program.transformer import EMBED, HEAD
@@ -116,7 +116,7 @@ def complete(facts: Facts) -> Iterator[Violation]:
             yield facts.fail(_completeness(key[0]), f"{facts.show(i)} is there {seen[key]} times", i, facts.where[key])
         elif key in missing:
             del missing[key]
-        elif op.verb in ("fwd", "recompute", "bwd", "wgrad", "send", "recv", *HOST) or not has_place(op, facts.layout):
+        elif op.verb in ("fwd", "recompute", "bwd", "wgrad", "send", "recv", *HOST) or not facts.placed[i]:
             yield facts.fail(_completeness(key[0]), f"{facts.show(i)} has no place in this layout", i)
     for verb, part, m, c, layer in missing:
         name = f"{verb} {part} m{m} c{c}" + (f" l{layer}" if layer >= 0 else "")
@@ -307,7 +307,7 @@ def work_queued(facts: Facts) -> Iterator[Violation]:
                 exposed.append((i, source))
         for i, source in exposed[_EXPOSED_WAITS_ALLOWED:]:
             message = (
-                f"{facts.show(i)} stops the host right behind {facts.show(source)} with no compute op queued between "
+                f"{facts.show(i)} stops the host right after {facts.show(source)} with no compute op queued between "
                 f"them, and is not the first to do so while {forward} is merged with {other}"
             )
             yield facts.fail(13, message, i, source)
@@ -316,7 +316,7 @@ def work_queued(facts: Facts) -> Iterator[Violation]:
 def _counted(facts: Facts, i: int) -> int | None:
     """Position of the op that makes the counts for which the host waits while it issues op i; None if it does not."""
     op = facts.ops[i]
-    if not has_place(op, facts.layout) or not stops_host(op, facts.layout):
+    if not facts.placed[i] or not stops_host(op, facts.layout):
         return None
     source = facts.layout.part(op.part, op.layer).sources[0]
     return facts.where.get(("fwd", source, *op.key[2:]))

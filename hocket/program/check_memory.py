@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from hocket.program.facts import Facts, Violation, has_place
+from hocket.program.facts import Facts, Violation
 from hocket.program.ops import TIED, WHOLE_MATRICES, Op, Program
 from hocket.program.transformer import EMBED
 from hocket.program.values import UnitName, first_reader, memory_of, unit_moved, unit_read, unit_written
@@ -39,9 +39,7 @@ def values_live(facts: Facts) -> Iterator[Violation]:
                 dropped[p] = q
                 yield from _late_enough(facts, p, q, "the value", readers[p])
         for p in op.trims:
-            share = (
-                first_reader(facts.ops[p], facts.layout) if 0 <= p < q and has_place(facts.ops[p], facts.layout) else ""
-            )
+            share = first_reader(facts.ops[p], facts.layout) if 0 <= p < q and facts.placed[p] else ""
             if share:
                 yield from _late_enough(facts, p, q, "a share", _first_readers(facts, p))
             else:
@@ -74,7 +72,7 @@ def values_dropped_in_time(facts: Facts) -> Iterator[Violation]:
 def _first_readers(facts: Facts, p: int) -> list[int]:
     """Who reads the share of a value that goes first; none if it has no shares."""
     readers = facts.readers.get(p, [])
-    first = first_reader(facts.ops[p], facts.layout) if readers and has_place(facts.ops[p], facts.layout) else ""
+    first = first_reader(facts.ops[p], facts.layout) if readers and facts.placed[p] else ""
     return [i for i in readers if facts.ops[i].part == first]
 
 
@@ -250,7 +248,7 @@ def slots_kept(facts: Facts) -> Iterator[Violation]:
     """Invariants 5, 7 and 12: what lies in a slot is filled, then read, then ended, and only then overwritten."""
     slots = _Slots(facts)
     for i, op in enumerate(facts.ops):
-        for use in _uses(op, facts.program) if has_place(op, facts.layout) else ():
+        for use in _uses(op, facts.program) if facts.placed[i] else ():
             if use.role == "read" or use.slot is None:
                 yield from slots.read(i, use)
             else:
@@ -264,7 +262,7 @@ def gathers_counted(facts: Facts) -> Iterator[Violation]:
     """Invariant 7: a unit's gathers are numbered from 0 on, and a release has the number of its gather."""
     turns: dict[UnitName, int] = {}
     for i, op in enumerate(facts.ops):
-        if op.verb in ("gather", "release") and has_place(op, facts.layout):
+        if op.verb in ("gather", "release") and facts.placed[i]:
             unit = unit_moved(op)
             turn = turns[unit] = turns.get(unit, -1) + (op.verb == "gather")
             if op.microbatch != turn:
@@ -281,7 +279,7 @@ def gradients_in_order(facts: Facts) -> Iterator[Violation]:
     sums: dict[UnitName, int] = {}  # unit -> its latest add, until its reduce
     ended: dict[UnitName, int] = {}  # unit -> the reduce that took its sum in
     for i, op in enumerate(facts.ops):
-        if not has_place(op, facts.layout):
+        if not facts.placed[i]:
             continue
         if op.verb == "send" and op.part == TIED:  # the sum of all microbatches
             for p in (p for p, other in enumerate(facts.ops) if other.verb == "reduce" and other.part == EMBED.unit):
@@ -316,7 +314,7 @@ def updates_first(facts: Facts) -> Iterator[Violation]:
     units of a class: they are collected, made orthogonal, scattered and moved.
     """
     layout = facts.layout
-    places = [i for i, op in enumerate(facts.ops) if has_place(op, layout)]
+    places = [i for i, there in enumerate(facts.placed) if there]
     found = {(verb, unit_moved(facts.ops[i])): i for i in places if (verb := facts.ops[i].verb) in _OF_MATRICES}
     whole = {unit[0] for verb, unit in found if verb != "update"}
     for unit in dict.fromkeys(unit for _, unit in found if unit[0] in whole):

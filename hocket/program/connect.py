@@ -92,14 +92,14 @@ def _rank(
     readers: dict[int, list[int]] = defaultdict(list)
     first: dict[int, list[int]] = defaultdict(list)
     for i, op in enumerate(ops):
-        there = where[op.microbatch]
-        for name in known.of(op).reads:
+        there, mine = where[op.microbatch], (op.verb, op.part, op.chunk, op.layer)
+        for name in known[mine].reads:
             readers[there[name]].append(i)
-            if known.of(ops[there[name]]).first_reader == op.part:
+            if known[name].first_reader == op.part:
                 first[there[name]].append(i)
         if reads_itself(op):
             readers[i].append(i)
-        there[op.verb, op.part, op.chunk, op.layer] = i
+        there[mine] = i
     lanes, deps = [op.lane for op in ops], [op.deps for op in ops]
     for received, sent in acknowledged(rank) if layout.pp > 1 else ():
         if not readers[received]:
@@ -171,11 +171,12 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
     needs: list[list[int]] = []
     for i, op in enumerate(ops):
         verb, part, microbatch, chunk, layer, lane, slot, _, _, _ = op
-        meaning, there = known.of(op), where[microbatch]
-        named = (*meaning.reads, *((meaning.follows,) if meaning.follows is not None else ()))
-        if missing := [name for name in named if name not in there]:
-            raise ValueError(_not_yet(op, missing, ops))
-        need = [there[name] for name in named]
+        name, there = (verb, part, chunk, layer), where[microbatch]
+        meaning = known[name]
+        try:
+            need = [there[needed] for needed in meaning.needs]
+        except KeyError as missing:
+            raise ValueError(_not_yet(op, missing.args[0], ops)) from None
         if (unit := meaning.unit_read) is not None:
             last_reader[unit] = i
             if unit in gathered:
@@ -214,14 +215,14 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
             need += list({other.lane: p for p, other in enumerate(ops[:i])}.values())
         if lane == "compute":
             computed = i
-        there[verb, part, chunk, layer] = i
+        there[name] = i
         needs.append(need)
     return needs
 
 
-def _not_yet(op: Op, missing: Sequence[Name], ops: Sequence[Op]) -> str:
+def _not_yet(op: Op, missing: Name, ops: Sequence[Op]) -> str:
     """Why an order of ops cannot run."""
-    verb, part, chunk, layer = missing[0]
+    verb, part, chunk, layer = missing
     name = str(Op(verb, part, op.microbatch, chunk, layer))  # pyrefly: ignore[bad-argument-type]
     comes = "comes later in the order" if name in map(str, ops) else "is not in the order"
     return f"this order cannot run: '{op}' needs '{name}', which {comes}"
@@ -274,7 +275,7 @@ def _dropped_by(rank: _Rank) -> tuple[dict[int, list[int]], dict[int, list[int]]
         """What the ops of a lane know to be done of another one. It only grows."""
         return [known(other)[i] for i in positions[lane]]
 
-    def behind(p: int, who: Sequence[int]) -> int:
+    def first_after(p: int, who: Sequence[int]) -> int:
         """The first op of the lane of a value's memory that comes after its readers."""
         mine, k = memory_of(rank.ops[p]), 0
         for i in who:
@@ -282,9 +283,9 @@ def _dropped_by(rank: _Rank) -> tuple[dict[int, list[int]], dict[int, list[int]]
         return positions[mine][k] if k < len(positions[mine]) else len(lanes) - 1
 
     for p, who in rank.readers.items():
-        last = behind(p, who)
+        last = first_after(p, who)
         frees[last].append(p)
-        if p in rank.first_readers and (first := behind(p, rank.first_readers[p])) < last:
+        if p in rank.first_readers and (first := first_after(p, rank.first_readers[p])) < last:
             trims[first].append(p)
     return _sorted(frees), _sorted(trims)
 

@@ -121,7 +121,7 @@ def insert_p2p(
     """Insert sends after the ops that make what is sent, and receives ahead of their readers.
 
     The receive for an item stands right after the send of the item before it in its direction, or with `ahead` two
-    behind the one before that, as a step of two items needs it; but at most `ahead + 1` steps before its reader. The
+    after the one before that, as a step of two items needs it; but at most `ahead + 1` steps before its reader. The
     first forward's are at the start, the first backward's after the last forward before it. Its wait is wherever its
     value is first read: that falls out of the dependencies.
     """
@@ -177,7 +177,7 @@ def _producer(ops: StepOps, item: Item, forward: bool) -> int:
 
 
 def defer_past_send(ops: StepOps, layout: Layout, layers: int, parts: str) -> StepOps:
-    """Move the weight gradients of the last `layers` backward layers behind the step's sends, all others ahead of them.
+    """Move the weight gradients of the last `layers` backward layers after the step's sends, all others ahead of them.
 
     `parts` is `all` for those of all parts; else it is those of the layers' first parts alone. They then run while
     the gradient travels and the next one is awaited; the head's forward stays after them, unless it is what reads the

@@ -83,6 +83,8 @@ class Facts:
     rank: int
     ops: tuple[Op, ...]
     lane: list[int]
+    placed: list[bool]
+    """Whether each op `has_place`."""
     where: dict[Key, int]
     reads: list[list[Key]]
     readers: dict[int, list[int]]
@@ -134,7 +136,8 @@ def gather_facts(program: Program, rank: int, forward_only: bool = False) -> Fac
     clocks, late_deps = _clocks(ops, lane, len(numbers))
     spans = _spans(ops)
     where = {op.key: position for position, op in enumerate(ops)}
-    keys = [reads(op, program.layout, rank) if has_place(op, program.layout) else [] for op in ops]
+    placed = [has_place(op, program.layout) for op in ops]
+    keys = [reads(op, program.layout, rank) if there else [] for op, there in zip(ops, placed, strict=True)]
     readers: dict[int, list[int]] = {}
     for i, wanted in enumerate(keys):
         for key in wanted:
@@ -143,7 +146,7 @@ def gather_facts(program: Program, rank: int, forward_only: bool = False) -> Fac
         if reads_itself(ops[i]):
             readers.setdefault(i, []).append(i)
     merged = list(_overlaps(spans))
-    return Facts(program, rank, ops, lane, where, keys, readers, clocks, late_deps, spans, merged, forward_only)
+    return Facts(program, rank, ops, lane, placed, where, keys, readers, clocks, late_deps, spans, merged, forward_only)
 
 
 def _clocks(ops: tuple[Op, ...], lane: list[int], lanes: int) -> tuple[list[list[int]], list[tuple[int, int]]]:

@@ -11,8 +11,8 @@ literature's order:
 
 Note: [uB' belongs to the next layer]
 The backward of unpermute must run before the backward all-to-all of combine can start. Placed at the head of
-its own layer step it would sit behind the previous step's weight gradient and uncover that all-to-all.
-So `uB` in a template is the one of the *next* backward layer, right behind the gradient that it needs. `Part.early`
+its own layer step it would sit after the previous step's weight gradient and uncover that all-to-all.
+So `uB` in a template is the one of the *next* backward layer, right after the gradient that it needs. `Part.early`
 says of which parts that holds.
 
 Note: [A long op is queued before the host waits]
@@ -129,9 +129,9 @@ def order_problem(text: str, kind: LayerKind = FULL) -> str:
     if len(words) != len(every) or set(place) != every:
         return f"neither one of {', '.join(MERGED)}, nor all {len(every)} ops of a merged layer step"
     for chain in order:
-        for before, behind in pairwise(chain):
-            if place[before] > place[behind]:
-                return f"{behind} needs {before}, which comes later"
+        for before, after in pairwise(chain):
+            if place[before] > place[after]:
+                return f"{after} needs {before}, which comes later"
     moves = {part.letter for part in kind.parts if part.communicates}
     for part in (part for part in kind.parts if part.counted):
         first, stop = f"{kind.by_name[part.sources[0]].letter}F", f"{part.letter}F"

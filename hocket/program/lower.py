@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 from hocket.collector import without_collector
 from hocket.config import Config
@@ -71,24 +71,31 @@ Pass = Callable[[Draft], Draft]
 
 def expand_steps(draft: Draft) -> Draft:
     """The parts of every layer."""
-    layout, overlap = draft.layout, draft.config.overlap
-    merged, alone = merged_order(draft.config.plan.layer_order, layout), alone_order(layout)
-    if overlap.defer_wgrad == "off":
+    plan, defer = draft.config.plan, draft.config.overlap.defer_wgrad != "off"
+    ranks = _expanded(draft.order, draft.layout, plan.layer_order, defer)
+    return replace(draft, steps=tuple(tuple(map(list, steps)) for steps in ranks))
+
+
+@lru_cache(maxsize=1)
+def _expanded(order: Order, layout: Layout, layer_order: str, defer: bool) -> tuple[tuple[tuple[Op, ...], ...], ...]:
+    """The ops of every rank and step. Candidates that differ in what is deferred past the send share them."""
+    merged, alone = merged_order(layer_order, layout), alone_order(layout)
+    if not defer:
         merged, alone = at_once(merged), at_once(alone)
-    if any(step.also for steps in draft.order for step in steps) and (problem := pairs_problem(layout)):
+    if any(step.also for steps in order for step in steps) and (problem := pairs_problem(layout)):
         raise ValueError(f"overlap.ep.merge_ends=on: {problem}; use overlap.ep.merge_ends=off")
     ranks = []
-    for rank, steps in enumerate(draft.order):
+    for rank, steps in enumerate(order):
         apart = {step.wgrad for step in steps}
 
         @cache
         def like(step: Step, apart: bool, rank: int = rank) -> StepOps:
             """The ops of a step, for all that have the same chunks."""
             tokens = tuple(token for token in alone if token[0] != "wgrad") if apart else alone  # those have own steps
-            return expand(step, layout, rank, merged, tokens, overlap.defer_wgrad != "off")
+            return expand(step, layout, rank, merged, tokens, defer)
 
         ranks.append(tuple(_numbered(step, like(_of_any(step), step.bwd in apart)) for step in steps))
-    return replace(draft, steps=tuple(ranks))
+    return tuple(ranks)
 
 
 def expand_forwards(draft: Draft) -> Draft:
@@ -222,10 +229,10 @@ def _of_any(step: Step) -> Step:
     return Step(*(item and (number, item[1]) for number, item in enumerate(items)))
 
 
-def _numbered(step: Step, ops: StepOps) -> StepOps:
+def _numbered(step: Step, ops: StepOps) -> tuple[Op, ...]:
     """The ops of a step, from those of `_of_any`."""
     microbatch = [item[0] if item else -1 for item in (step.fwd, step.bwd, step.wgrad, step.also)]
-    return [Op(op.verb, op.part, microbatch[op.microbatch], op.chunk, op.layer, op.lane) for op in ops]
+    return tuple(Op(op.verb, op.part, microbatch[op.microbatch], op.chunk, op.layer, op.lane) for op in ops)
 
 
 def free_rank(program: Program, rank: int) -> Program:

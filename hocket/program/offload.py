@@ -1,8 +1,8 @@
 """A pass over a rank's ops: what parts keep for their backward goes to the host's memory, and comes back.
 
-Note: [A layer step ahead, and two behind]
-A pass is the forward or backward of a layer, or of the head. `offload` stands behind the forward of its part, and the
-first op of the second next pass comes behind the copy. So a rank holds what two passes keep, and no more, however slow
+Note: [A layer step ahead, and two after]
+A pass is the forward or backward of a layer, or of the head. `offload` comes after the forward of its part, and the
+first op of the second next pass comes after the copy. So a rank holds what two passes keep, and no more, however slow
 the link is; where it is fast enough nobody waits. `reload` stands in front of the pass before the one that needs it,
 whatever that does, and is issued no earlier than that. So it has the time of one pass, and the rank holds what two of
 them need.
@@ -16,7 +16,7 @@ read it last. So a rank needs as many as the list has between offloads and reloa
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hocket.program.ops import HOST, Key, Layout, Op
 from hocket.program.shard import put_in
@@ -33,11 +33,11 @@ Pass = tuple[bool, int, int, int]
 def offload(ops: Sequence[Op], layout: Layout) -> tuple[tuple[Op, ...], Held]:
     """The ops with offloads and reloads, and what waits for them without reading their values.
 
-    See Note: [A layer step ahead, and two behind].
+    See Note: [A layer step ahead, and two after].
     """
     starts = _starts(ops, layout)
     passes = list(starts)
-    before, behind, waiting = (
+    before, after, waiting = (
         defaultdict[int, list[Op]](list),
         defaultdict[int, list[Op]](list),
         dict[Key, tuple[Key, ...]](),
@@ -50,7 +50,7 @@ def offload(ops: Sequence[Op], layout: Layout) -> tuple[tuple[Op, ...], Held]:
     made: dict[tuple[str, int, int, int], int] = {}
     for i, op in enumerate(ops):
         if op.verb == "fwd" and layout.offloads(op.part, op.layer):
-            behind[i].append(Op("offload", op.part, op.microbatch, op.chunk, op.layer, HOST[0]))
+            after[i].append(Op("offload", op.part, op.microbatch, op.chunk, op.layer, HOST[0]))
             made[op.key[1:]] = i
     for n, (forward, microbatch, chunk, layer) in enumerate(passes):
         if forward or layer < 0:
@@ -61,8 +61,8 @@ def offload(ops: Sequence[Op], layout: Layout) -> tuple[tuple[Op, ...], Held]:
             if p < ahead:
                 before[ahead].append(reload)
             else:
-                behind[p].append(reload)
-    return tuple(_with_slots(put_in(ops, before, behind))), waiting
+                after[p].append(reload)
+    return tuple(_with_slots(put_in(ops, before, after))), waiting
 
 
 def host_slots(ops: Sequence[Op]) -> dict[str, int]:
@@ -96,7 +96,7 @@ def _offloaded(layout: Layout, layer: int) -> list[str]:
     return [part for part in layout.forward_parts(layer) if layout.offloads(part, layer)]
 
 
-def _with_slots(ops: Iterator[Op]) -> Iterator[Op]:
+def _with_slots(ops: Iterable[Op]) -> Iterator[Op]:
     """See Note: [Slots in the host's memory]."""
     free, made = defaultdict[str, deque[int]](deque), defaultdict[str, int](int)
     used: dict[tuple[str, int, int, int], int] = {}

@@ -82,7 +82,7 @@ class Op(NamedTuple):
     the whole model, -1 where no layer is meant. `deps` and `frees` are positions in the same rank's list: ops that must
     be done before this one, and ops whose output is dropped once this one has been issued. `slot` is the weight slot of
     a gather or release, the gradient slot of a wgrad, add or reduce, the slot of whole matrices of a collect,
-    orthogonalise, scatter, and the update behind them, and the slot in the host's memory of an offload or reload; -1
+    orthogonalise, scatter, and the update after them, and the slot in the host's memory of an offload or reload; -1
     means none. The step has the chunk of an end whose gradient it adds to what was received as `tied`.
     """
 
@@ -209,14 +209,14 @@ class Layout:
         stage = self.stage(rank, chunk)
         return self.owner(stage - 1) if stage else None
 
-    def behind(self, rank: int, chunk: int) -> tuple[int, int] | None:
+    def after(self, rank: int, chunk: int) -> tuple[int, int] | None:
         """(rank, chunk) of the stage after a chunk's; None for the last."""
         stage = self.stage(rank, chunk) + 1
         return self.owner(stage) if stage < self.stages else None
 
     def receives(self, rank: int, chunk: int, part: str) -> bool:
         """Whether a chunk's input activation, or the gradient of its output, comes from another rank."""
-        source = self.before(rank, chunk) if part == "act" else self.behind(rank, chunk)
+        source = self.before(rank, chunk) if part == "act" else self.after(rank, chunk)
         return source is not None and source[0] != rank
 
     def sends(self, rank: int, chunk: int, part: str) -> bool:
@@ -232,7 +232,7 @@ class Layout:
         return self.before(rank, chunk) is None
 
     def is_last(self, rank: int, chunk: int) -> bool:
-        return self.behind(rank, chunk) is None
+        return self.after(rank, chunk) is None
 
     @cached_property
     def layer_types(self) -> tuple[LayerKind, ...]:
@@ -349,7 +349,7 @@ class Layout:
         if op.part == TIED:
             other, chunk = next((end for end in self.apart.items() if end[0] != rank), (rank, -1))
             return other, (verb, TIED, op.microbatch, chunk, -1)
-        other, chunk = (self.behind if forward else self.before)(rank, op.chunk) or (rank, -1)
+        other, chunk = (self.after if forward else self.before)(rank, op.chunk) or (rank, -1)
         return other, (verb, op.part, op.microbatch, chunk, -1)
 
 

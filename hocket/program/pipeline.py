@@ -233,16 +233,16 @@ def zb_h1(pp: int, microbatches: int) -> Order:
     return tuple(_h1_rank(pp - 1 - rank, rank, microbatches) for rank in range(pp))
 
 
-def _h1_rank(warm: int, behind: int, microbatches: int) -> tuple[Step, ...]:
+def _h1_rank(warm: int, late: int, microbatches: int) -> tuple[Step, ...]:
     warm = min(warm, microbatches)
     steps = [Step(fwd=(m, 0)) for m in range(warm)]
     for m in range(microbatches):
         if warm + m < microbatches:
             steps.append(Step(fwd=(warm + m, 0)))
         steps.append(Step(bwd=(m, 0)))
-        if m >= behind:
-            steps.append(Step(wgrad=(m - behind, 0)))
-    return (*steps, *(Step(wgrad=(m, 0)) for m in range(max(0, microbatches - behind), microbatches)))
+        if m >= late:
+            steps.append(Step(wgrad=(m - late, 0)))
+    return (*steps, *(Step(wgrad=(m, 0)) for m in range(max(0, microbatches - late), microbatches)))
 
 
 @dataclass
@@ -357,34 +357,34 @@ def _merged_rank(pp: int, rank: int, count: int) -> tuple[Step, ...]:
     def weights() -> None:
         steps.append(Step(wgrad=late.pop(0)))
 
-    behind = pp - 1 - rank
+    after = pp - 1 - rank
     # 1. Warm-up: forwards of the first chunk, then of both.
-    for _ in range(2 * behind):
+    for _ in range(2 * after):
         run(0)
     for _ in range(rank + 1):
         run(0)
         run(1)
     # 2. The first backwards, one by one.
-    for _ in range(behind):
+    for _ in range(after):
         run(backward=1, apart=True)
         weights()
         run(1)
     # 3. Merged steps.
     for n in range(count - 2 * pp + rank + 1):
-        if n == 0 and behind == 0:  # what is to be merged is the gradient of the forward right before it
+        if n == 0 and after == 0:  # what is to be merged is the gradient of the forward right before it
             run(0)
             run(backward=1)
         else:
             run(0, 1)
         run(1, 0)
     # 4. The last forwards are merged with backwards of the first chunk.
-    for _ in range(behind):
+    for _ in range(after):
         run(backward=1)
         run(1, 0)
     # 5. Backwards alone; from the middle on their weight gradients wait, to be done where the rank would rest.
     for n in range(2 * (rank + 1)):
         run(backward=1 - n % 2, apart=n > rank)
-    for _ in range(behind):
+    for _ in range(after):
         weights()
         run(backward=0, apart=True)
     while late:

@@ -12,7 +12,7 @@ rank has all weights, and there is nothing to gather.
 
 Note: [Gradients that stay whole]
 `no_shard` and `optim` reduce a unit's gradients once a step. Those of all microbatches but the last are added up
-on the rank: an `add` behind the last weight gradient of the unit and microbatch, on the same lane, so the slot is
+on the rank: an `add` after the last weight gradient of the unit and microbatch, on the same lane, so the slot is
 free for the next one without anybody waiting. The reduce of the last microbatch takes the sum in. Where a unit's
 group has one member there is nothing to put off: each reduce is local. In both cases the weight gradients themselves
 may do the adding, and then an `add`, or a local reduce, says no more than that those of a microbatch are complete.
@@ -36,12 +36,12 @@ lane, those of the next are collected, and the results of the one before are sca
     update                           orthogonalise 0      | orthogonalise 1, update 0 | orthogonalise 2, update 1 | ...
 
 Slots need no waits of their own. A collect follows the scatter that read its slot on one lane. A scatter writes where
-the update before last has read, and waits for the orthogonalise behind that, on one lane with it.
+the update before last has read, and waits for the orthogonalise after that, on one lane with it.
 
 Note: [One embedding on two ranks]
 Where embedding and head are tied and on two pipeline ranks, both ranks have the unit, with the final norm, and update
 it alike. Each sums up its own gradients of a step: those of the embedding, or those of the head, over microbatches and
-ranks as those of any other unit. Behind its last reduce each sends the other its shard of that sum, in fp32, and the
+ranks as those of any other unit. After its last reduce each sends the other its shard of that sum, in fp32, and the
 step adds what has come to what is there: `embedding's + head's` on one rank, `head's + embedding's` on the other, which
 are the same bits. The rank of the head is done first, so what it sends travels under the last backward of the other.
 The other way nothing is left to run beside but what that rank itself has still to do.
@@ -54,7 +54,7 @@ from the head's backward to the embedding's.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hocket.config import Strategy
@@ -145,28 +145,28 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: i
     out = []
     for ops, mine, per_rank, written in zip(ranks, known, visits, spans, strict=True):
         before: Inserted = defaultdict(list)
-        behind: Inserted = defaultdict(list)
+        after: Inserted = defaultdict(list)
         for unit in UNITS:
             same = [v for v in per_rank if v.unit[0] == unit]
             if unit in weight_slots:
-                _page(same, weight_slots[unit], prefetch, before, behind)
+                _page(same, weight_slots[unit], prefetch, before, after)
             if updates:
                 _update(same, prefetch, before, sharding.collects(unit))
-        placed = _reduce(ops, mine, written, sharding, grad_slots, behind)
+        placed = _reduce(ops, mine, written, sharding, grad_slots, after)
         chunk = layout.apart.get(len(out), -1) if written else -1
-        last = _exchange(ops, written, layout, len(out), chunk, before, behind) if chunk >= 0 else []
+        last = _exchange(ops, written, layout, len(out), chunk, before, after) if chunk >= 0 else []
         step = Op("step", "norm" if updates else "all", -1, chunk)
-        out.append([*put_in(placed, before, behind), *last, step])
+        out.append([*put_in(placed, before, after), *last, step])
     return Sharded(out, weight_slots, grad_slots)
 
 
 def _exchange(
-    ops: Sequence[Op], spans: Spans, layout: Layout, rank: int, chunk: int, before: Inserted, behind: Inserted
+    ops: Sequence[Op], spans: Spans, layout: Layout, rank: int, chunk: int, before: Inserted, after: Inserted
 ) -> list[Op]:
     """Send and receive a tied embedding's gradients: see Note: [One embedding on two ranks]. Returns the last ops."""
     (_, microbatch), (_, last) = max((span for span in spans.items() if span[0][0][0] == EMBED.unit), key=_end)
     first = layout.is_first(rank, chunk)
-    behind[last].append(Op("send", TIED, -1, chunk, -1, tied_lane("send", first)))
+    after[last].append(Op("send", TIED, -1, chunk, -1, tied_lane("send", first)))
     receive = Op("recv", TIED, -1, chunk, -1, tied_lane("recv", first))
     if not first:
         return [receive]
@@ -213,19 +213,20 @@ _BEGIN: tuple[tuple[int, Verb], ...] = ((0, "collect"), (1, "collect"), (0, "ort
 """(number of a unit, verb) of what stands before the first update."""
 
 
-def put_in(ops: Sequence[Op], before: Mapping[int, list[Op]], behind: Mapping[int, list[Op]]) -> Iterator[Op]:
+def put_in(ops: Sequence[Op], before: Mapping[int, list[Op]], after: Mapping[int, list[Op]]) -> list[Op]:
     """The ops with more of them in front of, and after, those at some positions."""
-    for i, op in enumerate(ops):
-        yield from before.get(i, ())
-        yield op
-        yield from behind.get(i, ())
+    out, done = list[Op](), 0
+    for i in sorted({*before, *after}):
+        out += [*ops[done:i], *before.get(i, ()), ops[i], *after.get(i, ())]
+        done = i + 1
+    return [*out, *ops[done:]]
 
 
 def _visits(ops: list[Op], known: Meanings) -> list[Visit]:
     """The passes over units, by first reader."""
     visits: dict[tuple[UnitName, str, int, int], Visit] = {}
     for i, op in enumerate(ops):
-        name = known.of(op).unit_read
+        name = known[op.verb, op.part, op.chunk, op.layer].unit_read
         if name is not None:
             direction = "fwd" if op.verb == "fwd" else "bwd"  # a recomputation belongs to the backward
             key = (name, direction, op.microbatch, op.layer)
@@ -249,7 +250,7 @@ def _slots_needed(visits: list[Visit], prefetch: int) -> int:
 
 
 def _page(
-    visits: list[Visit], slots: int, prefetch: int, before: dict[int, list[Op]], behind: dict[int, list[Op]]
+    visits: list[Visit], slots: int, prefetch: int, before: dict[int, list[Op]], after: dict[int, list[Op]]
 ) -> None:
     """Choose gathers and releases for one class of units. See Note: [Gathers are paging]."""
     following = _next_visits(visits)
@@ -262,7 +263,7 @@ def _page(
     def release(unit: UnitName) -> int:
         slot = resident.pop(unit)
         name, chunk, layer = unit
-        behind[last_reader[unit]].append(Op("release", name, turns[unit] - 1, chunk, layer, "compute", slot))
+        after[last_reader[unit]].append(Op("release", name, turns[unit] - 1, chunk, layer, "compute", slot))
         return slot
 
     for k, visit in enumerate(visits):
@@ -296,8 +297,7 @@ def _grad_spans(ops: list[Op], known: Meanings) -> Spans:
     """Those of all units that have weight gradients, by first one."""
     spans: Spans = {}
     for i, op in enumerate(ops):
-        name = known.of(op).unit_written if op.verb == "wgrad" else None
-        if name is not None:
+        if op.verb == "wgrad" and (name := known[op.verb, op.part, op.chunk, op.layer].unit_written) is not None:
             first, _ = spans.get((name, op.microbatch), (i, i))
             spans[name, op.microbatch] = (first, i)
     return spans
@@ -323,7 +323,7 @@ def _reduce(
     spans: Spans,
     sharding: Sharding,
     slots: Mapping[str, int],
-    behind: dict[int, list[Op]],
+    after: dict[int, list[Op]],
 ) -> list[Op]:
     """Give every weight gradient its slot and insert a reduce, or an add, after the last one of a unit and microbatch.
 
@@ -337,8 +337,7 @@ def _reduce(
         ends[last].append(key)
     final = dict(spans.keys())  # unit -> its last microbatch, since they come in order
     for i, op in enumerate(ops):
-        name = known.of(op).unit_written if op.verb == "wgrad" else None
-        if name is None:
+        if op.verb != "wgrad" or (name := known[op.verb, op.part, op.chunk, op.layer].unit_written) is None:
             continue
         key = (name, op.microbatch)
         if key not in slot_of:
@@ -347,8 +346,8 @@ def _reduce(
         for (unit, chunk, layer), m in ends.get(i, ()):
             slot = slot_of[(unit, chunk, layer), m]
             if sharding.adds_up(unit) and m != final[unit, chunk, layer]:
-                behind[i].append(Op("add", unit, m, chunk, layer, "compute", slot))
+                after[i].append(Op("add", unit, m, chunk, layer, "compute", slot))
             else:
-                behind[i].append(Op("reduce", unit, m, chunk, layer, "reduce", slot))
+                after[i].append(Op("reduce", unit, m, chunk, layer, "reduce", slot))
             free[unit].append(slot)
     return placed

@@ -74,7 +74,7 @@ def output_grad(layout: Layout, rank: int, m: int, chunk: int, layer: int = -1) 
     """The op whose value is the gradient of a layer's output, by default of a chunk's last layer."""
     if 0 <= layer < layout.layers(rank, chunk).stop - 1:
         return input_grad(layout, rank, m, chunk, layer + 1)
-    source = layout.behind(rank, chunk)
+    source = layout.after(rank, chunk)
     if source is None:
         return ("bwd", HEAD.name, m, chunk, -1)
     if source[0] == rank:
@@ -268,37 +268,35 @@ class Meaning(NamedTuple):
 
     reads: tuple[Name, ...]
     follows: Name | None
+    needs: tuple[Name, ...]
+    """What it reads, then what it follows."""
     unit_read: UnitName | None
     unit_written: UnitName | None
     first_reader: str
 
 
-class Meanings:
-    """The meanings of a rank's ops, each found once: it is the same for all microbatches."""
+class Meanings(dict[Name, Meaning]):
+    """The meanings of a rank's ops by name, each found once: it is the same for all microbatches."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
+        super().__init__()
         self._layout, self._rank = layout, rank
-        self._found: dict[Name, Meaning] = {}
 
-    def of(self, op: Op) -> Meaning:
-        name = (op.verb, op.part, op.chunk, op.layer)
-        found = self._found.get(name)
-        if found is None:
-            found = self._found[name] = self._find(op)
-        return found
-
-    def _find(self, op: Op) -> Meaning:
-        layout = self._layout
+    def __missing__(self, name: Name) -> Meaning:
+        verb, part, chunk, layer = name
+        op, layout = Op(verb, part, 0, chunk, layer), self._layout  # pyrefly: ignore[bad-argument-type]
         read, followed = reads(op, layout, self._rank), follows(op, layout)
         assert all(key[2] == op.microbatch for key in (*read, *followed)), f"{op} reads of another microbatch"
         names = [(verb, part, chunk, layer) for verb, part, _, chunk, layer in (*read, *followed)]
-        return Meaning(
+        found = self[name] = Meaning(
             reads=tuple(names[: len(read)]),
             follows=names[-1] if followed else None,
+            needs=tuple(names),
             unit_read=unit_read(op, layout),
             unit_written=unit_written(op, layout),
             first_reader=first_reader(op, layout),
         )
+        return found
 
 
 @lru_cache(maxsize=64)

@@ -85,8 +85,8 @@ class Chats:
     def end(self) -> str:
         """What the template writes after an answer, without white space around it. Raises BadFileError."""
         chat = _Chat([{"role": "user", "content": "?"}, {"role": ROLE, "content": ANSWER}], None, "a chat of two")
-        _, said, behind = self._render(chat, 2).rpartition(ANSWER)
-        return behind.replace(CLOSE, "").strip() if said else ""
+        _, said, after = self._render(chat, 2).rpartition(ANSWER)
+        return after.replace(CLOSE, "").strip() if said else ""
 
     def _by_turns(self, text: str, chat: _Chat) -> list[Marked]:
         """See Note: [What of a chat is learnt]."""
@@ -238,8 +238,8 @@ def _environment() -> Any:
 def _without_marks(text: str) -> Marked:
     plain, learnt = "", list[tuple[int, int]]()
     for number, part in enumerate(text.split(OPEN)):
-        said, _, behind = part.partition(CLOSE) if number else ("", "", part)
+        said, _, after = part.partition(CLOSE) if number else ("", "", part)
         if said:
             learnt.append((len(plain), len(plain) + len(said)))
-        plain += said + behind
+        plain += said + after
     return Marked(plain, tuple(learnt), ends=False)

@@ -55,7 +55,7 @@ from hocket.train.documents import (
     documents,
 )
 
-FORMAT = 5
+FORMAT = 6
 """Number of the format. It changes whenever cached data changes its meaning."""
 SEED = 0
 """Of the order of documents, the same for all runs: so all have the same text for validation, and share the cache."""
@@ -86,7 +86,13 @@ class Split(NamedTuple):
     """Where whole documents begin in `tokens`, and where the last of them ends, ascending int64. What is before the
     first of them, or after the last, is a part of one."""
     masked: np.ndarray
-    """Tokens that are read and not learnt: int64 [ranges, 2] of (first, end), ascending and apart."""
+    """Tokens that are read and not learnt: int64 [ranges, 2] of (first, end), ascending; a memory map, or a slice."""
+
+    @property
+    def unlearnt(self) -> int:
+        """How many tokens are read and not learnt."""
+        parts = (self.masked[n : n + PIECE].clip(0, len(self.tokens)) for n in range(0, len(self.masked), PIECE))
+        return sum(int((part[:, 1] - part[:, 0]).sum()) for part in parts)
 
     def counts(self, vocab: int) -> np.ndarray:
         """How often each token is learnt. Float64 [vocab]."""
@@ -101,10 +107,7 @@ class Split(NamedTuple):
 
 def inside(places: np.ndarray, ranges: np.ndarray) -> np.ndarray:
     """Which places are in one of ascending ranges (first, end): bool, of the shape of `places`."""
-    if not len(ranges):
-        return np.zeros(places.shape, dtype=bool)
-    found = np.searchsorted(ranges[:, 0], places, side="right") - 1
-    return (found >= 0) & (places < ranges[found, 1])
+    return np.searchsorted(ranges.reshape(-1), places, side="right") % 2 == 1
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ class Corpus:
         if self.held is not None:
             return self.held.whole
         (tokens, bounds, masked), first = self.whole, self.train_tokens
-        return Split(tokens[first:], bounds[bounds >= first] - first, masked - first)
+        mine = masked[np.searchsorted(masked.reshape(-1), first, side="right") // 2 :]
+        return Split(tokens[first:], bounds[bounds >= first] - first, mine - first)
 
     @cached_property
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
@@ -148,13 +152,13 @@ class Corpus:
     def sample(self) -> int:
         """A checksum of where it begins and ends, below 2**32. The order of documents depends on their paths."""
         tokens, _, masked = self.whole
-        before = zlib.crc32(masked.tobytes(), 0 if self.held is None else self.held.sample)
+        before = zlib.crc32(masked.data, 0 if self.held is None else self.held.sample)
         return zlib.crc32(tokens[-SAMPLE:].tobytes(), zlib.crc32(tokens[:SAMPLE].tobytes(), before))
 
     def __str__(self) -> str:
         both = [self, *([] if self.held is None else [self.held])]
         names = "; ".join([*self.skipped[:NAMED], *(["…"] if len(self.skipped) > NAMED else [])])
-        unlearnt = sum(int((each.whole.masked[:, 1] - each.whole.masked[:, 0]).sum()) for each in both)
+        unlearnt = sum(each.whole.unlearnt for each in both)
         empty = sum(each.empty for each in both)
         train, validation = len(self.train.tokens), len(self.validation.tokens)
         text = f"{self.documents:,} documents, {train:,} training and {validation:,} validation tokens"
@@ -317,7 +321,8 @@ def _load(folder: Path, data: DataConfig, origins: Mapping[str, str], check: boo
         found = meta.pop("check")
         tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
         starts = np.load(folder / "starts.npy")
-        masked = np.load(folder / "masked.npy") if meta.get("masked") else np.zeros((0, 2), dtype=np.int64)
+        none = np.zeros((0, 2), dtype=np.int64)
+        masked = np.load(folder / "masked.npy", mmap_mode="r") if meta.get("masked") else none
         if check and found != _checksum(tokens, starts, masked, meta):
             raise ValueError("changed")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -402,7 +407,7 @@ class Piece:
     lengths: np.ndarray
     """Tokens of each document, int64; 0 of an empty one."""
     masked: np.ndarray
-    """Whether each token is read and not learnt; of no length if all are learnt."""
+    """Tokens that are read and not learnt: int64 [2, ranges], their firsts and their ends. None spans two documents."""
     skipped: list[str]
     """Files without text, and what they have instead."""
     empty: int
@@ -533,7 +538,7 @@ class _Writer:
         self._dtype = dtype_of(tokenizer.vocab)
         self._texts, self._waiting = list[bytes](), 0
         self.lengths = array("q")
-        self._tokens, self._masks = 0, list[tuple[int, np.ndarray]]()
+        self._tokens, self._edges = 0, array("q")
         self.empty = 0
         """Rows without text."""
 
@@ -565,11 +570,8 @@ class _Writer:
 
     @property
     def masked(self) -> np.ndarray:
-        """Whether each token so far is not learnt; of no length if all are."""
-        found = np.zeros(self._tokens if self._masks else 0, dtype=bool)
-        for first, mask in self._masks:
-            found[first : first + len(mask)] = mask
-        return found
+        """Firsts and ends of ranges that are not learnt: int64 [2, ranges]."""
+        return np.ascontiguousarray(np.asarray(self._edges, np.int64).reshape(-1, 2).T)
 
     def flush(self) -> None:
         """Tokenise the text that waits."""
@@ -587,8 +589,9 @@ class _Writer:
         if document.ends:  # the text of a chat has what its template writes
             tokens = self._begun(tokens)
             learnt = np.pad(learnt, (len(tokens) + 1 - len(learnt), 0))
-        if len(tokens) and not learnt.all():
-            self._masks.append((self._tokens, ~learnt))
+        if len(tokens):
+            edges = np.flatnonzero(np.diff(~learnt, prepend=False, append=False))
+            self._edges.frombytes((self._tokens + edges).tobytes())
         self._append(tokens)
 
     def _begun(self, tokens: np.ndarray) -> np.ndarray:
@@ -614,11 +617,12 @@ def in_order(pieces: Sequence[Piece], path: Path, seed: int) -> tuple[np.ndarray
     order = np.random.default_rng(seed).permutation(len(lengths))
     order = order[lengths[order] > 0]
     starts = np.cumsum(lengths[order]) - lengths[order]
-    masked = [np.zeros(0, dtype=np.int64)]
+    edges = array("q")
     with path.open("wb") as out:
         for document, start in zip(order, starts, strict=True):
-            piece, mine = pieces[owner[document]], slice(firsts[document], firsts[document] + lengths[document])
-            out.write(piece.tokens[mine].tobytes())
-            if len(piece.masked):
-                masked.append(start + np.flatnonzero(np.diff(piece.masked[mine], prepend=False, append=False)))
-    return np.memmap(path, dtype=pieces[0].tokens.dtype, mode="r"), starts, np.concatenate(masked).reshape(-1, 2)
+            piece, first, end = pieces[owner[document]], firsts[document], firsts[document] + lengths[document]
+            out.write(piece.tokens[first:end].tobytes())
+            lo, hi = np.searchsorted(piece.masked[0], [first, end])
+            edges.frombytes((piece.masked[:, lo:hi].T + (start - first)).tobytes())
+    masked = np.asarray(edges, np.int64).reshape(-1, 2)
+    return np.memmap(path, dtype=pieces[0].tokens.dtype, mode="r"), starts, masked

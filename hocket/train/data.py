@@ -152,8 +152,8 @@ class Stream:
         if self.packing != "best_fit":
             return ""
         filled = float(self._sizes.sum()) / max(1, self.sequences * self.length)
-        behind = f"; {self.left_out:,} documents longer than a sequence are left out" if self.left_out else ""
-        return f"{self.sequences:,} sequences, {100 * filled:.1f} % full{behind}"
+        left_out = f"; {self.left_out:,} documents longer than a sequence are left out" if self.left_out else ""
+        return f"{self.sequences:,} sequences, {100 * filled:.1f} % full{left_out}"
 
 
 @dataclass(frozen=True)
@@ -233,8 +233,7 @@ def known_documents(settings: Settings) -> tuple[Lengths, ...]:
 def _unmasked(source: Source, corpus: Corpus, settings: Settings) -> list[str]:
     """A line about text of which nothing is learnt, or all of it though parts are not to be."""
     tokens, _, masked = corpus.train
-    ranges = masked.clip(max=len(tokens))
-    if len(tokens) and int((ranges[:, 1] - ranges[:, 0]).sum()) >= len(tokens):
+    if len(tokens) and corpus.train.unlearnt >= len(tokens):
         reason = "no token of it is learnt: it has prompts alone, or chats without an answer"
         return [problem("data.paths", source.data.paths, source.origins, reason, "text with answers")]
     if settings.data.packing != "off" or not (len(masked) or len(corpus.validation.masked)):

@@ -1,7 +1,7 @@
 """Files as documents: one per line of JSON, per row of a table, per entry of a tokenised data set, or per file of text.
 
 The name of a file says what it is: one of `TABLES`, whose rows are read, one of `TOKENS`, or else text. `.gz` and
-`.zst` behind it are undone first. A document is text, as bytes, or the tokens that another program has made of it.
+`.zst` after it are undone first. A document is text, as bytes, or the tokens that another program has made of it.
 
 Tokenised files are Megatron's `.bin` and `.idx` (megatron/core/datasets/indexed_dataset.py), and numpy's `.npy`.
 """

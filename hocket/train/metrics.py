@@ -122,7 +122,7 @@ class PatientConsole(Console):
 class Metrics:
     """The report of one run. `entropy` is the corpus's unigram entropy in nats per token.
 
-    Of a run that goes on, `done` steps are behind it, of which `skipped` were not taken.
+    Of a run that goes on, `done` steps are done, of which `skipped` were not taken.
     Use as a context manager: the live line needs to be ended. A `Metrics` of another rank than 0 does nothing.
     """
 

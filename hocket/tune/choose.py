@@ -160,7 +160,7 @@ def _updates(c: Config, h: Host, trials: Trials) -> Ways:
         "Muon beside forwards is not measured on GPUs yet; overlap.dp.update = next_step asks for it": (
             c.optimizer.name == "muon"
         ),
-        "what is gathered in fp8 is cast behind the whole update": c.precision.gather == "fp8",
+        "what is gathered in fp8 is cast after the whole update": c.precision.gather == "fp8",
         "recorded steps with experts became at most 0.5% shorter by next_step (plan.graphs = on)": (
             c.plan.graphs == "on"
         ),
@@ -233,7 +233,7 @@ def stage_seconds(layout: Layout, costs: Costs, sizes: Sizes) -> tuple[list[floa
 
     @cache
     def seconds(part: str, kind: int, *verbs: Verb) -> float:
-        return sum(float(costs.seconds(0, Op(verb, part, 0, 0, kind))) for verb in verbs)
+        return sum(float(costs.of(Op(verb, part, 0, 0, kind)).seconds) for verb in verbs)
 
     alike = {kind: layout.kinds.index(kind) for kind in layout.kinds}  # a layer of each kind costs what all of it do
     stages, ranks = list[float](), [0.0] * layout.pp
@@ -467,7 +467,7 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
             """Whether so many leave the rank of the head enough memory."""
             return not memory or fits(trials.step(changed(c, {**way, _HEADS: heads})).held(rank), memory)
 
-        heads = next((n for n in range(wanted, 0, -1) if fit(n)), 0)
+        heads = wanted if not wanted or fit(wanted) else _least(wanted, lambda n: not fit(n)) - 1
         if heads < wanted:
             way, _ = weigh(c, [{**way, **cover, _HEADS: heads} for cover in covers], trials, worth=_FREE)
         if len(tried) > 1:

@@ -25,7 +25,7 @@ peak of a rank's memory, unless all of the head's weight gradients wait for the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -252,10 +252,10 @@ def activation(layout: Layout, costs: CostTable, rank: int, chunk: int) -> int:
     for layer in layout.layers(rank, chunk):
         for part in layout.forward_parts(layer):
             if not layout.offloads(part, layer):
-                total += costs.saved_bytes(rank, Op("fwd", part, layer=layer))
+                total += costs.of(Op("fwd", part, layer=layer)).saved_bytes
             if layout.recomputes(part, layer):
                 inputs |= set(reads(Op("recompute", part, 0, chunk, layer), layout, rank))
-    return total + sum(costs.output_bytes(rank, Op(*key)) for key in inputs if key[0] != "recompute")  # pyrefly: ignore
+    return total + sum(costs.of(Op(*key)).output_bytes for key in inputs if key[0] != "recompute")  # pyrefly: ignore
 
 
 def memory_of(c: Config, host: Host) -> int:
@@ -350,7 +350,7 @@ def told(ways: Sequence[Changes], steps: Sequence[Predicted], found: int, large:
 
 
 def too_large(what: str, step: Predicted, memory: int) -> str:
-    """Behind a reason: what does not fit."""
+    """The end of a reason: what does not fit."""
     return f"; {what} does not fit: {gib(step.nbytes)} of {gib(room(memory))}"
 
 
@@ -379,6 +379,14 @@ def repeats(config: Config) -> bool:
     return bounded and sum(steady(config)) <= config.train.microbatches // 2
 
 
-def continued(short: float, long: float, periods: float) -> float:
-    """A quantity that grows by the same amount with every period, `periods` periods after the shorter step."""
-    return short + periods * (long - short)
+def continued(short: Any, long: Any, periods: float) -> Any:
+    """A float that grows by the same amount with every period, `periods` periods after the shorter step.
+
+    Of a mapping or dataclass each of its floats; all else is the longer step's.
+    """
+    if isinstance(short, Mapping):
+        return {key: continued(value, long[key], periods) for key, value in short.items()}
+    if is_dataclass(short):
+        names = [field.name for field in fields(short)]
+        return replace(long, **{name: continued(getattr(short, name), getattr(long, name), periods) for name in names})
+    return short + periods * (long - short) if isinstance(short, float) else long

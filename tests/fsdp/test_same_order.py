@@ -77,7 +77,7 @@ def batch() -> Tensor:
 
 def apart(rank: int, name: str, strategy: str) -> None:
     """Told on one rank at least; the other may wait for it forever."""
-    same_order.ASK_AFTER = 0.2
+    same_order.IDLE = 0.2
     run, words = RUNS[name]
     torch.manual_seed(0)
     model = Chosen()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from hocket.predict.simulate import Time
+from hocket.predict.simulate import OpCost, Time
 from hocket.program.ops import Op, Program
 
 
@@ -21,20 +21,15 @@ class Table:
     grads: Mapping[tuple[str, str], int] = field(default_factory=dict)
     inner: Mapping[tuple[str, str], Time] = field(default_factory=dict)
 
-    def seconds(self, rank: int, op: Op) -> Time:
-        return self.times.get((op.verb, op.part), 0)
-
-    def inner_seconds(self, rank: int, op: Op) -> Time:
-        return self.inner.get((op.verb, op.part), 0)
-
-    def output_bytes(self, rank: int, op: Op) -> int:
-        return self.output.get((op.verb, op.part), 0)
-
-    def saved_bytes(self, rank: int, op: Op) -> int:
-        return self.saved.get((op.verb, op.part), 0)
-
-    def grad_bytes(self, rank: int, op: Op) -> int:
-        return self.grads.get((op.verb, op.part), 0)
+    def of(self, op: Op) -> OpCost:
+        key = op.verb, op.part
+        return OpCost(
+            self.times.get(key, 0),
+            output_bytes=self.output.get(key, 0),
+            saved_bytes=self.saved.get(key, 0),
+            grad_bytes=self.grads.get(key, 0),
+            inner_seconds=self.inner.get(key, 0),
+        )
 
     def fixed_bytes(self, program: Program, rank: int) -> int:
         return self.fixed

@@ -401,7 +401,7 @@ def test_the_host_must_have_work_queued(monkeypatch: pytest.MonkeyPatch) -> None
     found = check(program)
     # Two merged steps of three layers each; the first exposed wait of a step is allowed.
     assert [v.invariant for v in found] == [13] * 4
-    assert "stops the host right behind" in found[0].message
+    assert "stops the host right after" in found[0].message
 
 
 def test_a_wait_of_the_host_can_close_a_circle() -> None:

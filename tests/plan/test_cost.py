@@ -114,7 +114,7 @@ def test_layers_with_a_window_take_less_time() -> None:
     """Each in its own place: so stages are balanced by what theirs take."""
     model = replace(GPT_OSS, full_layers=(22, 23))
     costs = table(model, MeshConfig(pp=2), 8192, 8192)
-    seconds = [costs.seconds(0, Op("fwd", "attn", 0, 0, layer)) for layer in (0, 23)]
+    seconds = [costs.of(Op("fwd", "attn", 0, 0, layer)).seconds for layer in (0, 23)]
     assert seconds[0] < seconds[1]
     layout = layout_of(model, MeshConfig(pp=2))
     sizes = balanced(layout, costs)
@@ -216,7 +216,7 @@ def test_every_op_of_a_program_has_a_cost_and_only_sends_and_releases_are_free()
     for mesh in (MeshConfig(pp=2, dp=4, ep=2), MeshConfig(dp=2)):
         built = program_of(SMALL, mesh, 1, 2)
         costs = table(SMALL, mesh, 128, 64)
-        free = {op.verb for _, _, op in built if costs.seconds(0, op) == 0}
+        free = {op.verb for _, _, op in built if costs.of(op).seconds == 0}
         assert free <= {"send", "release"}
         for _, _, op in built:
             kind = SMALL.kinds()[op.layer] if op.layer >= 0 else ""
@@ -237,8 +237,8 @@ def test_memory_held_for_the_whole_step_is_state_and_slots() -> None:
     # rank 0: the embedding, layer 0 (dense), layers 1 and 2; fp32 weight and two averages
     dense = weights["embed"] + unit_weights(SMALL, "dense", "dense", 2) + 2 * unit_weights(SMALL, "dense", "moe", 2)
     assert costs.state_bytes[0] == pytest.approx((dense / 4 + 2 * weights["experts"] / 2) * 12, rel=1e-3)
-    assert costs.grad_bytes(0, Op("wgrad", "experts", 0, 0, 1)) == weights["experts"] / 2 * 4
-    attn, mlp = (costs.grad_bytes(0, Op("wgrad", part, 0, 0, 0)) for part in ("attn", "mlp"))
+    assert costs.of(Op("wgrad", "experts", 0, 0, 1)).grad_bytes == weights["experts"] / 2 * 4
+    attn, mlp = (costs.of(Op("wgrad", part, 0, 0, 0)).grad_bytes for part in ("attn", "mlp"))
     assert attn == mlp == pytest.approx(unit_weights(SMALL, "dense", "dense", 2) / 4 * 4, rel=1e-3)
 
 
@@ -261,10 +261,10 @@ def test_strategies_differ_in_what_is_kept_sent_and_added_up() -> None:
     assert state["optim"] == state["optim_grads"] == state["optim_grads_params"]
     assert state["no_shard"] == pytest.approx(state["optim"] * 4 * 14 / 12, rel=1e-3)
     add, weights = Op("add", "dense", 0, 0, 0, slot=0), unit_weights(LLAMA, "dense", "dense", 1)
-    assert [costs.grad_bytes(0, add) for costs in built.values()][:2] == [0, 4 * weights]
-    assert built["optim"].seconds(0, add) == 0  # products do it
+    assert [costs.of(add).grad_bytes for costs in built.values()][:2] == [0, 4 * weights]
+    assert built["optim"].of(add).seconds == 0  # products do it
     wgrad = Op("wgrad", "mlp", 0, 0, 0, slot=0)
-    assert built["optim"].seconds(0, wgrad) > built["optim_grads"].seconds(0, wgrad)
+    assert built["optim"].of(wgrad).seconds > built["optim_grads"].of(wgrad).seconds
 
 
 def test_adding_weight_gradients_up_costs_what_was_measured() -> None:
@@ -273,7 +273,7 @@ def test_adding_weight_gradients_up_costs_what_was_measured() -> None:
     for strategy in ("optim", "optim_grads"):
         mesh = MeshConfig(dp=4)
         costs = Pricing(LLAMA, layout_of(LLAMA, mesh), 4096, 4096, sharding_of(mesh, strategy), FREE, 2).costs()
-        more[strategy] = costs.seconds(0, Op("wgrad", "mlp", 0, 0, 0, slot=0))
+        more[strategy] = costs.of(Op("wgrad", "mlp", 0, 0, 0, slot=0)).seconds
     per_weight = (more["optim"] - more["optim_grads"]) / (3 * 4096 * 14336)
     assert per_weight == pytest.approx((1456e-6 - 1376e-6) / (28672 * 4096), rel=0.6)
 

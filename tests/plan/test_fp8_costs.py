@@ -87,7 +87,7 @@ def test_memory_is_that_of_casts_and_of_what_is_kept() -> None:
     plain, fast = costs(DENSE, 8192, None), costs(DENSE, 8192, Fp8(ALL))
     weights = 218_112_000
     assert fast.slot_bytes[0]["dense"][0] - plain.slot_bytes[0]["dense"][0] == 2 * weights
-    kept = [table.saved_bytes(0, Op("bwd", "mlp", 0, 0, 0)) for table in (plain, fast)]
+    kept = [table.of(Op("bwd", "mlp", 0, 0, 0)).saved_bytes for table in (plain, fast)]
     assert 2 * kept[1] == kept[0], "gradients that wait for weight gradients, a byte each"
 
 

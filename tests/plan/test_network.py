@@ -169,7 +169,7 @@ def test_more_hosts_are_never_cheaper(name: str, mesh: dict[str, Any], bandwidth
 
 
 def exposed(found: Settings) -> float:
-    kinds = as_json(found, hardware_of(found))["predicted"]["ranks"][0]["exposed"]
+    kinds = as_json(found, program_of(found), hardware_of(found))["predicted"]["ranks"][0]["exposed"]
     return float(kinds["gather"] + kinds["reduce"])
 
 
@@ -237,8 +237,8 @@ def test_who_crosses_hosts_at_what_rate_is_said_and_who_said_so() -> None:
     assert "after 10us (assumed, no time in network.link)" in half_set
     assert "at 40 GB/s" in half_set
     assert "granted" not in network(settled("llama3_8b", mesh__dp=16, network__link="5GB/s,2us"))
-    assert as_json(unset, hardware_of(unset))["network"].startswith(text)
-    told = " ".join(report(unset, hardware_of(unset), 100, 0).split())
+    assert as_json(unset, program_of(unset), hardware_of(unset))["network"].startswith(text)
+    told = " ".join(report(unset, program_of(unset), hardware_of(unset), 100, 0).split())
     assert text in told
     assert network(resolve(unset)) == text, "resolving again forgets nothing"
 
@@ -257,7 +257,7 @@ def test_how_long_an_adapter_is_busy_is_told_and_that_predictions_leave_out_who_
     shared = settled("qwen3_30b_a3b", mesh__pp=2, mesh__dp=8, **slow)
     note = simulated(shared)[0].note
     assert "longer than the step: lanes share it" in note
-    assert as_json(shared, hardware_of(shared))["network"] == note, "hocket plan says the same"
+    assert as_json(shared, program_of(shared), hardware_of(shared))["network"] == note, "hocket plan says the same"
     assert "adapter is" not in simulated(settled("llama3_8b", mesh__dp=8))[0].note
 
 

@@ -117,10 +117,10 @@ def test_memory_of_the_gpu_falls_and_that_of_the_host_is_told() -> None:
     saved = costs_of(away, H200).table["offload", "attn", "moe"].output_bytes
     assert after.ranks[0].host_bytes > 3 * saved
     assert float(after.makespan) < 1.2 * float(before.makespan)
-    shown = report(away, H200, 100, 0)
+    shown = report(away, program_of(away), H200, 100, 0)
     assert "on the host" in shown
     assert f"{after.ranks[0].host_bytes / 2**30:.2f} GiB" in shown
-    assert "on the host" not in report(kept, H200, 100, 0)
+    assert "on the host" not in report(kept, program_of(kept), H200, 100, 0)
 
 
 def test_a_slow_link_makes_forward_wait_and_no_memory_grow() -> None:

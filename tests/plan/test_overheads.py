@@ -77,7 +77,7 @@ def test_a_step_that_waits_for_hosts_says_so() -> None:
         for each, program in ((each, program_of(each)) for each in (s, long))
     )
     assert "for which GPUs wait" in late
-    assert late in " ".join(report(s, H200, 200, 0).splitlines())
+    assert late in " ".join(report(s, program_of(s), H200, 200, 0).splitlines())
     assert not quick
 
 

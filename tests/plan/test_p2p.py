@@ -151,7 +151,7 @@ def test_costs_that_were_measured_take_the_place_of_modelled_ones() -> None:
 
 def test_ops_have_the_cost_of_their_kind() -> None:
     table = costs(DENSE, 1.0)
-    assert table.seconds(0, Op("wgrad", "mlp", layer=0)) == 2.0
+    assert table.of(Op("wgrad", "mlp", layer=0)).seconds == 2.0
 
 
 CARRIED: dict[str, set[tuple[str, str]]] = {

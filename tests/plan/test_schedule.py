@@ -116,7 +116,7 @@ def test_no_overheads_changes_nothing_and_overheads_keeps_order_and_work(case: C
             assert span.start >= lane_end.get(op.lane, 0)
             assert all(spans[dep].end <= span.start for dep in op.deps)
             lane_end[op.lane] = span.end
-            duration = 0 if op.verb == "send" else costs.seconds(rank, op)
+            duration = 0 if op.verb == "send" else costs.of(op).seconds
             assert duration <= span.end - span.start <= duration * (most if op.lane == "compute" else 1)
         use = slow.ranks[rank]
         assert use.busy + use.exposed_total + use.idle == slow.makespan

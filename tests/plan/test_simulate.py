@@ -235,7 +235,7 @@ def test_every_timeline_keeps_lanes_and_dependencies_and_accounts_for_all_time(b
         for op, span in zip(ops, spans, strict=True):
             assert span.start >= lane_end.get(op.lane, 0)
             assert all(spans[dep].end <= span.start for dep in op.deps)
-            assert span.end - span.start == (0 if op.verb == "send" else costs.seconds(rank, op))
+            assert span.end - span.start == (0 if op.verb == "send" else costs.of(op).seconds)
             lane_end[op.lane] = span.end
         use = timeline.ranks[rank]
         assert use.busy + use.exposed_total + use.idle == timeline.makespan

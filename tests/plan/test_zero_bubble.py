@@ -143,7 +143,7 @@ def test_a_v_goes_to_the_last_rank_and_back() -> None:
     ends = [(rank, chunk) for rank in range(4) for chunk in (0, 1) if layout.is_first(rank, chunk)]
     ends += [(rank, chunk) for rank in range(4) for chunk in (0, 1) if layout.is_last(rank, chunk)]
     assert ends == [(0, 0), (0, 1)]
-    assert layout.behind(3, 0) == (3, 1)
+    assert layout.after(3, 0) == (3, 1)
     assert not any((layout.sends(3, 0, "act"), layout.receives(3, 1, "act")))
     assert not any((layout.sends(3, 1, "grad"), layout.receives(3, 0, "grad")))
 

@@ -46,7 +46,7 @@ def bytes_of(rank: int, c: Config) -> dict[str, tuple[int, int]]:
     stats = stats_of(engine.sharded)
     moments = sum(s.exp_avg.nbytes + s.exp_avg_sq.nbytes for s in engine.optimizer.state.values())
     by_unit = {
-        (op.verb, unit_moved(op) if op.verb == "add" else unit_written(op, engine.layout)): costs.grad_bytes(pp, op)
+        (op.verb, unit_moved(op) if op.verb == "add" else unit_written(op, engine.layout)): costs.of(op).grad_bytes
         for op in engine.program.ranks[pp]
         if op.verb in ("wgrad", "add")
     }

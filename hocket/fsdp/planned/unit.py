@@ -237,7 +237,7 @@ class PlannedUnit:
 
         def target(weight: Weight) -> Tensor:
             latest = self._latest.get(weight, -1)
-            assert microbatch >= latest, f"{weight.name}: the gradient of microbatch {microbatch} comes behind {latest}"
+            assert microbatch >= latest, f"{weight.name}: the gradient of microbatch {microbatch} comes after {latest}"
             self._latest[weight] = microbatch
             return self._sums[weight]
 
