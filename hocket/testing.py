@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -242,12 +243,18 @@ def profile_overlap(keep: Path | None = None, plan: Mapping[str, Any] | None = N
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     if on_gpu:
         torch.cuda.synchronize()
-    with profile(activities=activities, acc_events=True) as profiler:
+    profiler = profile(activities=activities)
+    with warnings.catch_warnings():  # torch 2.11 warns that another recording would replace this one
+        warnings.simplefilter("ignore")
+        profiler.start()
+    try:
         if plan is not None:
             profiler.add_metadata_json("hocket", json.dumps({"plan": plan}))
         yield overlap
         if on_gpu:
             torch.cuda.synchronize()
+    finally:
+        profiler.stop()
     with tempfile.TemporaryDirectory(prefix="overlap-") as folder:
         path = keep or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
