@@ -80,4 +80,6 @@ def _end_commands() -> Iterator[None]:
 def _seeds() -> None:
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    # torch.manual_seed asks for the caller's stack once for each kind of accelerator, thousands of times.
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)
