@@ -112,8 +112,8 @@ def test_who_reads_weights_in_between_finds_those_of_the_last_step(optimizer: st
 
 def test_a_run_saves_validates_and_ends_as_one_that_updates_at_the_end(tmp_path: Path) -> None:
     """Losses, validations, and what runs go on with from a checkpoint in the middle and from the last one."""
-    words = [*SMALL, "--mesh.pp", "1", "--data.paths", text_in(tmp_path), "--train.save_every", "2"]
-    words += ["--train.eval_every", "2", "--train.steps"]
+    words = [*SMALL, "--model.layers", "2", "--mesh.pp", "1", "--data.paths", text_in(tmp_path)]
+    words += ["--train.save_every", "2", "--train.eval_every", "2", "--train.steps"]
     found: dict[str, list[dict[str, float]]] = {"end": [], "next_step": []}
     try:
         for value, records in found.items():
