@@ -240,12 +240,10 @@ def profile_overlap(keep: Path | None = None, plan: Mapping[str, Any] | None = N
         raise ValueError("profile_overlap: another profiler, or profile_overlap, is recording; fix: end it first")
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     overlap = Overlap()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     if on_gpu:
         torch.cuda.synchronize()
-    profiler = profile(activities=activities)
-    with warnings.catch_warnings():  # torch 2.11 warns that another recording would replace this one
-        warnings.simplefilter("ignore")
+    profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
+    with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns that another recording would replace this one
         profiler.start()
     try:
         if plan is not None:

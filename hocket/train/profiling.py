@@ -85,8 +85,7 @@ class Recording:
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         # Without acc_events, which would turn every event into a Python object: the trace needs none of them.
         self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu])
-        with warnings.catch_warnings():  # torch 2.11 warns that another recording would replace this one
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns that another recording would replace this one
             self._profiler.prepare_trace()
 
     def start(self) -> None:
