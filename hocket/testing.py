@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -239,15 +240,19 @@ def profile_overlap(keep: Path | None = None, plan: Mapping[str, Any] | None = N
         raise ValueError("profile_overlap: another profiler, or profile_overlap, is recording; fix: end it first")
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     overlap = Overlap()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     if on_gpu:
         torch.cuda.synchronize()
-    with profile(activities=activities, acc_events=True) as profiler:
+    profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
+    with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns that another recording would replace this one
+        profiler.start()
+    try:
         if plan is not None:
             profiler.add_metadata_json("hocket", json.dumps({"plan": plan}))
         yield overlap
         if on_gpu:
             torch.cuda.synchronize()
+    finally:
+        profiler.stop()
     with tempfile.TemporaryDirectory(prefix="overlap-") as folder:
         path = keep or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

@@ -42,6 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """The objects of thousands of tests live to the end, so the garbage collector need not look through them."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -51,6 +52,9 @@ def pytest_xdist_auto_num_workers() -> int:
     """One more worker than cores: many tests wait for processes that they have started."""
     return min(len(os.sched_getaffinity(0)) + 1, 8)
 
+
+# Little of what is imported and collected is garbage. See pytest_collection_finish.
+gc.disable()
 
 # Where there is no GPU, kernels are interpreted. Triton wants to know before it is first imported.
 if not torch.cuda.is_available():
@@ -80,4 +84,6 @@ def _end_commands() -> Iterator[None]:
 def _seeds() -> None:
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    # torch.manual_seed asks for the caller's stack once for each kind of accelerator, thousands of times.
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)

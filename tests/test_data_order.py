@@ -242,8 +242,8 @@ def records(folder: Path, run: str) -> list[dict[str, Any]]:
 def test_a_run_over_a_pipeline_learns_what_one_without_does(tmp_path: Path) -> None:
     """Bit for bit in the same order, resumed or not; and nearly so alone, in the order in which sequences are read."""
     common = [
-        *SMALL, "--data.paths", texts_in(tmp_path), "--data.packing", "best_fit", "--train.device", "cpu",
-        "--train.sequences", "2",
+        *SMALL, "--model.layers", "2", "--plan.chunks", "1", "--data.paths", texts_in(tmp_path),
+        "--data.packing", "best_fit", "--train.device", "cpu", "--train.sequences", "2",
         "--data.sequence_length", "32", "--data.validation", "0.4",
     ]  # fmt: skip
     kinds = {

@@ -40,6 +40,7 @@ from hocket.recipes import RECIPES
 from hocket_trace import load, report
 from hocket_trace.cli import parser as trace_parser
 from scripts import docs_site
+from tests.helpers.command import SMALL
 from tests.helpers.command import hocket as hocket_command
 from tests.helpers.ranks import run_ranks
 from tests.pretrained.folders import saved
@@ -232,18 +233,17 @@ def test_every_recipe_is_named() -> None:
 
 @pytest.mark.timeout(600)  # a dozen commands, one after the other
 def test_the_tutorial_runs(tmp_path: Path) -> None:
-    """Its commands in order, with fewer and shorter steps, a short text, and a small folder for the download."""
+    """Its commands in order, with fewer and shorter steps, small models, a short text."""
     pytest.importorskip("transformers", minversion="5.0", reason="writes the folder", exc_type=ImportError)
     saved("qwen3", tmp_path / "Qwen3-0.6B", vocab_size=256)
     (tmp_path / "README.md").write_text(read("README.md")[:2000])
     (tmp_path / "text").write_text(read("docs/training.md") * 8)
     text = re.sub(r"--train.steps \d+", "--train.steps 4", read("docs/first-run.md"))
-    seen = {}
+    few = ["--data.paths", "text", "--train.eval_batches", "1", "--data.sequence_length", "16"]
+    given, seen = {("train", "tiny"): [*SMALL[1:], *few], ("train", "qwen.toml"): few}, dict[str, str]()
     for line in "".join(re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)).splitlines():
         words = line.split(" #")[0].removeprefix("hocket ")
-        few = ["--data.paths", "text", "--train.eval_batches", "1", "--data.sequence_length", "16"]
-        few = few if words.startswith("train ") else []
-        done = hocket_command(tmp_path, *shlex.split(words), *few)
+        done = hocket_command(tmp_path, *shlex.split(words), *given.get(tuple(words.split()[:2]), []))
         assert done.code == 0, (words, done)
         seen[words] = done.out
     merged, sequential = (

@@ -43,7 +43,18 @@ def kill_while_saving(folder: Path, words: list[str], who: slice, delay: float) 
 
 
 def test_a_resume_finds_a_whole_checkpoint_whoever_was_killed(tmp_path):
-    words = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text_in(tmp_path), "--train.save_every", "1"]
+    words = [
+        *SMALL,
+        "--model.layers",
+        "2",
+        *ALONE[:2],
+        "--mesh.dp",
+        "2",
+        "--data.paths",
+        text_in(tmp_path),
+        "--train.save_every",
+        "1",
+    ]
     delays = random.Random(1)
     newest = ""
     for who in (slice(0, 1), slice(1, 2), slice(2, 3), slice(0, 3)):

@@ -196,6 +196,7 @@ def test_a_loaded_step_goes_on_with_its_balance_and_its_norms(tmp_path: Path, mo
     from hocket.step import PlannedStep
 
     model = {"model.aux_loss": 1.0, "model.aux_loss_over": "batch", "optimizer.skip_spikes": 3.0}
+    model |= {"model.layers": 2, "model.dense_layers": (0,), "data.sequence_length": 16}
     plan = hocket.plan("tiny", {**ONE, **model, "precision.compute": "fp32"})
     shape = 2 * plan.settings.train.sequences, plan.settings.data.sequence_length
     batches = [torch.randint(256, shape, generator=torch.Generator().manual_seed(n)) for n in range(5)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 
 from tests.helpers.command import ALONE, SMALL, children_of, end_all, finish, hocket, start, text_in, wait_for
 
-STEPS, SAVED = 40, 4
-PAIR = [*SMALL, "--mesh.pp", "1", "--mesh.dp", "2", "--mesh.ep", "1", "--train.steps", str(STEPS)]
-PAIR += ["--train.save_every", str(SAVED)]
+STEPS, SAVED = 12, 4
+PAIR = [*SMALL, "--model.layers", "2", "--mesh.pp", "1", "--mesh.dp", "2", "--mesh.ep", "1"]
+PAIR += ["--train.steps", str(STEPS), "--train.save_every", str(SAVED)]
+STEP = "hocket.train.trainer:Trainer._step"
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +43,6 @@ def workers(pid: int) -> list[int]:
     return [leaf for child in below for leaf in workers(child)] or [pid]
 
 
-def kill_one(folder: Path, pid: int) -> None:
-    """Kill a rank once something is saved. In the second attempt too, if it is called again."""
-    wait_for(lambda: has_saved(folder), "a checkpoint")
-    os.kill(max(workers(pid)), signal.SIGKILL)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of a run that nobody disturbs."""
@@ -57,17 +53,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 def test_a_run_starts_again_from_its_checkpoint(tmp_path: Path, whole: dict[int, float]) -> None:
-    process = start(tmp_path, "train", *PAIR, "--data.paths", text_in(tmp_path), "--restarts", "2")
-    kill_one(tmp_path, process.pid)
-    ended = finish(process)
+    words = ["kill_once", STEP, "train", *PAIR, "--data.paths", text_in(tmp_path), "--restarts", "2"]
+    ended = finish(start(tmp_path, *words, module="tests.helpers.stops"))
     assert ended.code == 0, ended
     assert ended.err.count("was ended by SIGKILL") == 1
     assert ended.err.count("hocket: restart 1 of 2, from the last checkpoint") == 1
+    assert re.search(rf"{STEPS} steps, [48] of them done", ended.out), ended
     assert steps(tmp_path) == whole
 
 
 def test_restarts_come_to_an_end(tmp_path: Path) -> None:
-    words = ["kill", "hocket.train.trainer:Trainer._step", "train", *PAIR, "--data.paths", text_in(tmp_path)]
+    words = ["kill", STEP, "train", *PAIR, "--data.paths", text_in(tmp_path)]
     ended = finish(start(tmp_path, *words, "--restarts", "2", module="tests.helpers.stops"))
     assert ended.code == 1, ended
     assert ended.err.count("was ended by SIGKILL") == 3
@@ -76,10 +72,9 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_torchrun_starts_again_too(tmp_path: Path, whole: dict[int, float]) -> None:
-    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "hocket", "train", *PAIR]
-    process = start(tmp_path, *words, "--data.paths", text_in(tmp_path), module="torch.distributed.run")
-    kill_one(tmp_path, process.pid)
-    ended = finish(process)
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "tests.helpers.stops", "kill_once"]
+    words += [STEP, "train", *PAIR, "--data.paths", text_in(tmp_path)]
+    ended = finish(start(tmp_path, *words, module="torch.distributed.run"))
     assert ended.code == 0, ended
     assert steps(tmp_path) == whole
 

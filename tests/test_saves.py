@@ -171,8 +171,19 @@ def records(folder: Path) -> list[dict[str, float]]:
 
 
 def test_a_run_saves_behind_its_steps_and_goes_on_from_what_it_saved(tmp_path: Path) -> None:
-    words = [*SMALL, "--mesh.pp", "1", "--mesh.dp", "2", "--mesh.ep", "1", "--data.paths", text_in(tmp_path)]
-    words += ["--train.steps", "6", "--train.save_every", "2", "--train.eval_every", "1", "--train.keep", "every:2"]
+    words = [*SMALL, "--model.layers", "2", "--mesh.pp", "1", "--mesh.dp", "2", "--mesh.ep", "1"]
+    words += [
+        "--data.paths",
+        text_in(tmp_path),
+        "--train.steps",
+        "6",
+        "--train.save_every",
+        "2",
+        "--train.eval_every",
+        "1",
+        "--train.keep",
+        "every:2",
+    ]
     ended = hocket(tmp_path, "train", *words, "--run.name", "behind")
     assert ended.code == 0, ended
     run = tmp_path / "runs/behind"

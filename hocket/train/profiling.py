@@ -9,6 +9,7 @@ import json
 import platform
 import shutil
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -82,8 +83,10 @@ class Recording:
         self._engine = engine
         self._about = json.dumps(describe(engine.config, engine, rank), ensure_ascii=False)
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
-        self._profiler.prepare_trace()
+        # Without acc_events, which would turn every event into a Python object: the trace needs none of them.
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu])
+        with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns that another recording would replace this one
+            self._profiler.prepare_trace()
 
     def start(self) -> None:
         """Record from now on."""

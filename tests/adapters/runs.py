@@ -24,6 +24,14 @@ SETTINGS: dict[str, Any] = {
     "train.clip": 0.0,
     "data.sequence_length": LENGTH,
 }
+CHOSEN: dict[str, Any] = {
+    "plan.layers_per_stage": (1, 1, 1, 1),
+    "overlap.pp.defer_layers": 1,
+    "overlap.pp.defer_head": 1,
+    "overlap.ep.merge_ends": "off",
+    "overlap.dp.update": "end",
+}
+"""What costs would choose in a pipeline of two ranks with two stages each, which takes longer than a step."""
 
 
 def planned(made: nn.Module, settings: dict[str, Any], given: Batches, documents: Any = None, **how: Any) -> Step:

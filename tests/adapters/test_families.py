@@ -27,7 +27,7 @@ from hocket.program.lower import build_program
 from hocket.program.stages import layout_of, sharding_of
 from hocket.resolve import resolve
 from tests.adapters.families import DENSE, EXPERTS, FAMILIES, batches, model
-from tests.adapters.runs import Batches, far, of_family, plain, planned
+from tests.adapters.runs import CHOSEN, Batches, far, of_family, plain, planned
 from tests.helpers.parity import whole
 from tests.helpers.ranks import run_ranks
 
@@ -73,7 +73,7 @@ GROUPS = [list(FAMILIES)[i::7] for i in range(7)]
 @pytest.mark.parametrize("families", GROUPS, ids=" ".join)
 def test_pipeline_sharding_experts(families: list[str]) -> None:
     """Interleaved pipeline, full sharding; experts on two ranks, forwards merged with backwards."""
-    ranks = run_ranks(several, 4, families, PIPELINE)
+    ranks = run_ranks(several, 4, families, {**PIPELINE, **CHOSEN})
     for i, family in enumerate(families):
         mine = [rank[i] for rank in ranks]
         last = [rank["losses"] for rank in mine if rank["losses"]]
@@ -144,7 +144,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def in_ways(rank: int, family: str) -> list[dict[str, Any]]:
-    return [of_family(family, {**PIPELINE, "mesh.ep": 2, **way}, 4, 2) for way in WAYS]
+    return [of_family(family, {**PIPELINE, **CHOSEN, "mesh.ep": 2, **way}, 4, 2) for way in WAYS]
 
 
 def test_other_plans() -> None:

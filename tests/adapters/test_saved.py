@@ -28,13 +28,13 @@ pytest.importorskip(
 import hocket
 from hocket.step import PlannedStep
 from tests.adapters.families import batches, model
-from tests.adapters.runs import SETTINGS
+from tests.adapters.runs import CHOSEN, SETTINGS
 from tests.helpers.parity import LINEAR
 from tests.helpers.ranks import run_ranks
 
 MICROBATCHES, LR = 4, 0.1
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-PIPELINE = {"mesh.pp": 2, "mesh.dp": 2, "mesh.ep": 2, "plan.chunks": 2, "overlap.dp.update": "next_step"}
+PIPELINE = {**CHOSEN, "mesh.pp": 2, "mesh.dp": 2, "mesh.ep": 2, "plan.chunks": 2, "overlap.dp.update": "next_step"}
 State = dict[str, Tensor]
 
 

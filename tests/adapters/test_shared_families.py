@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from hocket.config.schema import DEFAULTS, changed
 from hocket.model.documents import Documents, Microbatch, documents_of
 from hocket.resolve import resolve
 from tests.adapters.families import EXPERTS, LENGTH, SEQUENCES, VOCAB, model
-from tests.adapters.runs import SETTINGS, Batches, far, plain, planned
+from tests.adapters.runs import CHOSEN, SETTINGS, Batches, far, plain, planned
 from tests.helpers.parity import whole
 from tests.helpers.ranks import run_ranks
 
@@ -34,8 +35,6 @@ ROUNDING = 1e-5
 """The largest relative difference: attention of chunks, and gradients summed over ranks, add up in another order."""
 SMALL = 0.01
 """Share of the whole gradient's norm below which a parameter's is measured by that share."""
-OLMO3 = dict(sliding_window=3, layer_types=["sliding_attention", "full_attention"] * 2)
-CHANGES: dict[str, dict[str, Any]] = {"olmo3": OLMO3}
 
 
 class Packed(NamedTuple):
@@ -74,14 +73,14 @@ def packed_steps(rank: int, families: list[str], settings: dict[str, Any], given
     for family in families:
         more = {"mesh.ep": 2} if family in EXPERTS else {}
         both = {**settings, **more, "data.packing": "on"}
-        out = planned(made(family), both, given.batches, documents=given.documents)
+        out = planned(made(family, settings), both, given.batches, documents=given.documents)
         out.pop("step").close()
         found.append(out)
     return found
 
 
-def compare_packed(family: str, ranks: list[dict[str, Any]], step: Packed) -> None:
-    mean, grads = plain_packed(made(family), step)
+def compare_packed(family: str, mesh: Mapping[str, Any], ranks: list[dict[str, Any]], step: Packed) -> None:
+    mean, grads = plain_packed(made(family, mesh), step)
     for rank in ranks:
         assert rank["outcome"].loss == pytest.approx(mean, rel=ROUNDING), family
     found = whole([piece for rank in ranks for piece in rank["grads"]])
@@ -104,21 +103,24 @@ def given(microbatches: int, ranks: int = 1, ignored: bool = False) -> Batches:
     return [[batch() for _ in range(ranks)] for _ in range(microbatches)]
 
 
-def made(family: str) -> Any:
-    return model(family, **CHANGES.get(family, {}))
+def made(family: str, mesh: Mapping[str, Any]) -> Any:
+    """With a layer for each stage, and two at least."""
+    layers = 2 * mesh.get("mesh.pp", 1)
+    windows = dict(sliding_window=3, layer_types=["sliding_attention", "full_attention"] * (layers // 2))
+    return model(family, num_hidden_layers=layers, **(windows if family == "olmo3" else {}))
 
 
 def steps(rank: int, families: list[str], settings: dict[str, Any], batches: Batches) -> list[dict[str, Any]]:
     found = []
     for family in families:
         more = {"mesh.ep": 2} if family in EXPERTS and "mesh.ep" not in settings else {}
-        out = planned(made(family), {**settings, **more}, batches)
+        out = planned(made(family, settings), {**settings, **more}, batches)
         step = out.pop("step")
         out["verbs"] = sorted({f"{op.verb} {op.part}" for ops in step.program.ranks for op in ops})
         out["seconds"] = float(step.simulate().makespan)
         mine = [of_ranks[step.engine.where.dp] for of_ranks in batches]
         out["evaluated"] = step.evaluate([Microbatch(*batch) for batch in mine])
-        after = made(family)
+        after = made(family, settings)
         step.load_into(after)
         losses, _ = plain(after, batches)
         out["after"] = sum(map(sum, losses)) / sum(map(len, losses))
@@ -127,9 +129,13 @@ def steps(rank: int, families: list[str], settings: dict[str, Any], batches: Bat
     return found
 
 
-def compare(family: str, ranks: list[dict[str, Any]], batches: Batches) -> None:
+def chosen(mesh: dict[str, Any]) -> dict[str, Any]:
+    return {**(CHOSEN if "mesh.pp" in mesh else {}), **mesh}
+
+
+def compare(family: str, mesh: Mapping[str, Any], ranks: list[dict[str, Any]], batches: Batches) -> None:
     """The mean loss of a step, and its gradients."""
-    losses, grads = plain(made(family), batches)
+    losses, grads = plain(made(family, mesh), batches)
     mean = sum(map(sum, losses)) / sum(map(len, losses))
     for rank in ranks:
         assert rank["outcome"].loss == pytest.approx(mean, rel=ROUNDING), family
@@ -151,7 +157,7 @@ def test_two_ranks_share_sequences(method: str) -> None:
     batches, families = given(2, ignored=True), list(FAMILIES)
     ranks = run_ranks(steps, 2, families, {**CP, "overlap.cp.method": method}, batches)
     for i, family in enumerate(families):
-        compare(family, [rank[i] for rank in ranks], batches)
+        compare(family, CP, [rank[i] for rank in ranks], batches)
         moved = {"gather": "fwd kv", "heads": "fwd spread"}[method]
         assert {moved, "fwd keys", "bwd queries"} <= set(ranks[0][i]["verbs"])
 
@@ -166,9 +172,9 @@ WAYS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_four_ranks(way: dict[str, Any]) -> None:
     batches, families = given(4, way.get("mesh.dp", 1)), ["smollm3", "qwen3_moe"]
-    ranks = run_ranks(steps, 4, families, way, batches)
+    ranks = run_ranks(steps, 4, families, chosen(way), batches)
     for i, family in enumerate(families):
-        compare(family, [rank[i] for rank in ranks], batches)
+        compare(family, way, [rank[i] for rank in ranks], batches)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +191,14 @@ def test_four_ranks(way: dict[str, Any]) -> None:
 def test_documents_share_sequences(mesh: dict[str, Any], families: list[str]) -> None:
     """Attention and positions end where documents do, and each target of a step weighs the same."""
     step = packed(4, mesh.get("mesh.dp", 1))
-    ranks = run_ranks(packed_steps, 4 if "mesh.pp" in mesh else 2, families, mesh, step)
+    ranks = run_ranks(packed_steps, 4 if "mesh.pp" in mesh else 2, families, chosen(mesh), step)
     for i, family in enumerate(families):
-        compare_packed(family, [rank[i] for rank in ranks], step)
+        compare_packed(family, mesh, [rank[i] for rank in ranks], step)
 
 
 def test_costs_are_those_of_its_heads() -> None:
     """Keys and values travel of two heads, though queries have four; a rank computes half of the tokens."""
-    source = Pretrained(made("llama"))
+    source = Pretrained(model("llama"))
     settings = {**SETTINGS, "mesh.cp": 2, "overlap.cp.method": "gather", "precision.compute": "fp32"}
     config = replace(changed(DEFAULTS, settings), model=sizes_of(source, 0))
     config = resolve(config, Host(workers=2, local_workers=2), {}, price_of(source))
@@ -222,7 +228,7 @@ def test_what_ranks_would_compute_otherwise_is_refused(family: str, changes: dic
 
 def test_attention_that_does_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A family's name is not taken on trust: here queries are scaled by what no piece knows."""
-    one = made("llama")
+    one = model("llama")
     for layer in one.model.layers:
         layer.self_attn.scaling *= 1.5
     monkeypatch.setattr("hocket.adapters.step.other_ranks", lambda config: [])

@@ -81,12 +81,14 @@ def train(world: int, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_strategy_has_the_same_bits(world: int) -> None:
-    """Buckets are made alike on any number of ranks, but of three none has as much as the others."""
+    """Buckets are made alike on any number of ranks, but of three none has as much as the others. Two of the strategies
+    for each model.
+    """
     models = ["deep", "stack", "tied_across", "odd", "unused", "twice", "conditional", "mixed_dtypes"]
     models = models if world == 2 else ["odd", "tied_across", "mixed_dtypes"]
     cases = []
     for n, model in enumerate(models):
-        for k, strategy in enumerate(STRATEGIES):
+        for k, strategy in list(enumerate(STRATEGIES))[n // 2 % 2 * 2 :][:2]:
             most = (300, 256, 2000, 10**6)[(n + k) % 4]
             named = model if (n + k) % 2 else Unnamed(model)
             sync = ("accumulating", "no_sync", "each")[(n + k) % 3]
@@ -99,7 +101,8 @@ def test_with_recomputation_and_frozen_parameters() -> None:
     models = [model for model in models if model in ZOO]
     assert len(models) >= 5
     options = [{"bucket": 500}, {"bucket": 1024, "prefetch": 2, "staging": 1}]
-    train(2, [Case(m, s, 2, options=o, steps=2) for m in models for s in STRATEGIES[1::2] for o in options])
+    told = [(m, s, options[(i + j) % 2]) for i, m in enumerate(models) for j, s in enumerate(STRATEGIES[1::2])]
+    train(2, [Case(m, s, 2, options=o, steps=2) for m, s, o in told])
 
 
 def test_with_experts_on_a_mesh_of_their_own() -> None:

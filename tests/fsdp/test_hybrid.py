@@ -14,17 +14,15 @@ SHARDING = STRATEGIES[1:]
 
 
 def test_two_axes():
-    """Every strategy and every program."""
+    """Every strategy has each way to sum microbatches, in half of the programs."""
     told: list[tuple[str, int, Any]] = [
-        ("stack", 3, "each"),
-        ("stack", 3, "accumulating"),
-        ("stack", 2, "no_sync"),
-    ]
-    told += [("tied_across", 2, "accumulating"), ("conditional", 2, "accumulating"), ("odd", 1, "each")]
+        ("stack", 3, "each"), ("stack", 3, "accumulating"), ("stack", 2, "no_sync"), ("tied_across", 2, "no_sync"),
+        ("conditional", 2, "accumulating"), ("odd", 1, "each"),
+    ]  # fmt: skip
     cases = [
         Case(model, strategy, m, (2, 2), sync=sync, optimizer=optimizer_for(model), steps=2)
-        for strategy in SHARDING
-        for model, m, sync in told
+        for i, strategy in enumerate(SHARDING)
+        for model, m, sync in told[i % 2 :: 2]
     ]
     train(4, cases)
 
@@ -51,13 +49,13 @@ def test_two_axes_in_mixed_precision():
 @pytest.mark.parametrize("world", [2, 4])
 def test_experts_on_a_mesh_of_their_own(world):
     """With two ranks, each expert is alone in its group: nothing is sent, and nothing is counted twice. There, each
-    strategy has one way to sum microbatches; four ranks have all.
+    strategy has one way to sum microbatches; four ranks have the others.
     """
     ways: list[Any] = ["each", "accumulating", "no_sync"]
     cases = [
         Case("moe", strategy, 3, experts=2, sync=sync, optimizer="adamw", steps=2)
         for i, strategy in enumerate(STRATEGIES)
-        for sync in (ways if world == 4 else [ways[i % 3]])
+        for sync in ([ways[i % 3]] if world == 2 else [ways[(i + 1) % 3], ways[(i + 2) % 3]])
     ]
     train(world, cases)
 

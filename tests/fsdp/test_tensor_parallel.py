@@ -57,7 +57,7 @@ def trains(rank: int) -> None:
     compare(like_fsdp2(parallel(model(), tp), dp), dp, by_torch, microbatches=2)
     compare(under_fsdp2(parallel(model(), tp), dp), dp, by_torch)  # or the twin is wrong
     for strategy in ("no_shard", "optim", "optim_grads"):
-        compare(in_one_call(parallel(model(), tp), dp, strategy=strategy), dp, by_torch, microbatches=2)
+        compare(in_one_call(parallel(model(), tp), dp, strategy=strategy), dp, by_torch, microbatches=2, steps=2)
 
 
 def test_it_trains_as_a_plain_model() -> None:

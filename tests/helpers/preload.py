@@ -44,11 +44,13 @@ def into_huge_pages() -> None:
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), collapse)
 
 
+gc.disable()  # what is imported stays
 for name in [*LIBRARIES, *hocket_modules(), *SHARED]:
     # A module that cannot be imported must fail the test that uses it, not the fork server.
     with contextlib.suppress(Exception):
         importlib.import_module(name)
 
+gc.enable()
 gc.collect()
 gc.freeze()  # ranks, which inherit all of this, need not look through it again and again
 into_huge_pages()

@@ -40,8 +40,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ECHO_SECONDS = 0.5
 """How much later than the errors of its peers the death of a rank may be noticed."""
 
-DUMP_SECONDS = 0.25
-"""How long ranks that hang get to write down where they are."""
+DUMP_SECONDS = 10.0
+"""How long ranks that hang get at most to write down where they are."""
 
 
 class RanksTimeout(Exception):
@@ -180,7 +180,7 @@ def _describe(ranks: list[_Rank], missing: list[_Rank]) -> str:
     for rank in missing:
         if rank.process.pid and rank.process.is_alive():
             os.kill(rank.process.pid, signal.SIGUSR1)
-    time.sleep(DUMP_SECONDS)
+    _wait_for_stacks([rank for rank in missing if rank.process.is_alive()])
     lines = []
     for rank in ranks:
         state = "did not finish" if rank in missing else "finished"
@@ -189,6 +189,17 @@ def _describe(ranks: list[_Rank], missing: list[_Rank]) -> str:
         if stack.exists():
             lines.append(stack.read_text())
     return "\n".join(lines)
+
+
+def _wait_for_stacks(ranks: list[_Rank]) -> None:
+    """Until all of them are there and grow no longer."""
+    deadline, before = time.monotonic() + DUMP_SECONDS, list[int]()
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        sizes = [rank.log.with_suffix(".stack").stat().st_size for rank in ranks]
+        if all(sizes) and sizes == before:
+            return
+        before = sizes
 
 
 def _main(call: bytes, setup: tuple[int, int, float, str, str, str], pipe: Connection) -> None:

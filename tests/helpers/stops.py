@@ -3,7 +3,7 @@
     python -m tests.helpers.stops KIND MODULE:CLASS.METHOD train RECIPE --setting value ...
 
 It stops at the second call of the method behind some steps: its `host` does no more, or its `device`, whatever the host
-issues, or it is killed.
+issues, or it is killed; with `kill_once` after a checkpoint, and in the first attempt only.
 """
 
 from __future__ import annotations
@@ -24,15 +24,25 @@ from hocket.environment import prepare
 
 AFTER = 5
 """Steps that are done before. One of the first is a rehearsal, and the fourth the first that may be replayed."""
+KILLED = Path("killed")
+"""Is there once a rank was killed."""
 
 
 def stop(kind: str) -> None:
     if kind == "device":
         torch.cuda._sleep(1 << 46)  # hours
-    elif kind == "kill":
+    elif kind in ("kill", "kill_once"):
+        KILLED.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     else:
         threading.Event().wait()
+
+
+def due(kind: str) -> bool:
+    """Whether it is time to stop."""
+    if kind == "kill_once" and (KILLED.exists() or not Path("runs/tiny/checkpoints/latest").exists()):
+        return False
+    return steps_done() >= AFTER
 
 
 def steps_done() -> int:
@@ -49,7 +59,7 @@ def stopping(kind: str, where: str) -> None:
 
     def stops(self: Any, *args: Any, **more: Any) -> Any:
         nonlocal count
-        if dist.is_initialized() and dist.get_rank() == 1 and steps_done() >= AFTER:
+        if dist.is_initialized() and dist.get_rank() == 1 and due(kind):
             count += 1
             if count == 2:
                 stop(kind)

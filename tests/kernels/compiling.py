@@ -1,5 +1,7 @@
 """Compiles all kernels for a GPU that need not be there: `python -m tests.kernels.compiling`, without interpreter.
 
+With `every`, each also for its other shapes and formats.
+
 Calls launch as always, but where Triton would hand over to a driver it only compiles, down to machine code. So what a
 kernel says must be right; what it does is for the interpreter to tell, and for tests/gpu.
 """
@@ -7,7 +9,8 @@ kernel says must be right; what it does is for the interpreter to tell, and for 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -49,10 +52,15 @@ def only_compile() -> list[str]:
     return compiled
 
 
+def more(*cases: Any) -> Sequence[Any]:
+    """Cases beside the usual one, where they are asked for."""
+    return cases if "every" in sys.argv else ()
+
+
 def rows() -> None:
     from hocket.kernels import rows as kernels
 
-    for top_k, width in ((8, 2048), (3, 100)):
+    for top_k, width in ((8, 2048), *more((3, 100))):
         x, probs, place = of(BF16, 4, width), of(torch.float32, 4, top_k), of(torch.int32, 4, top_k)
         sent, wide = of(BF16, 4 * top_k, width), of(BF16, 4, width + 32)
         kernels.gather(sent, place.view(-1))
@@ -69,7 +77,7 @@ def rows() -> None:
 def per_rank() -> None:
     from hocket.kernels.rows import label_grads, number, read_labels, write_labels
 
-    for ranks, top_k in ((8, 8), (3, 2)):
+    for ranks, top_k in ((8, 8), *more((3, 2))):
         probs = of(torch.float32, 100, top_k)
         row, _, seat, told = number(of(torch.int32, 100, top_k), of(torch.int64, ranks * 16), ranks)
         labelled = of(torch.int32, 100, 80)
@@ -84,18 +92,19 @@ def routing() -> None:
     sigmoid = ModelConfig(experts=100, top_k=3, router="sigmoid", normalize_top_k=False)
     groups = replace(sigmoid, route_groups=10, route_top_groups=4)
     best = ModelConfig(experts=160, top_k=6, route_groups=8, route_top_groups=3, route_group_score="best")
-    biased = [(config, of(torch.float32, 100)) for config in (sigmoid, groups)]
-    for config, bias in ((ModelConfig(experts=128, top_k=8), None), (best, None), *biased):
+    some = of(torch.float32, 100)
+    usual = (ModelConfig(experts=128, top_k=8), None), (groups, some)
+    for config, bias in (*usual, *more((best, None), (sigmoid, some))):
         logits = of(torch.float32, 7, config.experts).requires_grad_()
         choose(logits, bias, config, 0.1, Arriving)[0].sum().backward()
-    for ranks in (1, 4):
+    for ranks in (4, *more(1)):
         regroup(of(torch.int64, ranks, 32), 100)
 
 
 def router() -> None:
     from hocket.kernels.products import input_gradient, weight_gradient
 
-    for experts, width in ((128, 2048), (5, 72)):
+    for experts, width in ((128, 2048), *more((5, 72))):
         g, x, weight = of(torch.float32, 7, experts), of(BF16, 7, width), of(BF16, experts, width)
         input_gradient(g, weight)
         input_gradient(g, weight, x)
@@ -127,18 +136,18 @@ def dense() -> None:
 def sums() -> None:
     from hocket.kernels.sums import launch, squares
 
-    for world in (1, 4):
+    for world in (4, *more(1)):
         launch(of(BF16, world, 100), of(torch.float32, 100), 0.5)
         for rank in (0, world):
             launch(of(BF16, world, 100), of(torch.float32, 100), 0.5, own=(rank, of(BF16, 100)))
-    for dtype in (BF16, torch.float32):
+    for dtype in (torch.float32, *more(BF16)):
         squares([of(dtype, 5000)])
 
 
 def merging() -> None:
     from hocket.kernels.sums import merge
 
-    for width in (64, 128):
+    for width in (128, *more(64)):
         lse = of(torch.float32, 4, 100)
         merge(of(BF16, 100, 4, width), lse, of(BF16, 100, 4, width), lse)
 
@@ -147,9 +156,9 @@ def adamw() -> None:
     from hocket.kernels.adamw import adamw as kernel
 
     main, told = of(torch.float32, 5000), of(torch.float64, 5)
-    for averages in (torch.float32, BF16):
+    for averages in (BF16, *more(torch.float32)):
         kept = of(averages, 5000), of(averages, 5000)
-        for weight in (None, of(BF16, 5000)):
+        for weight in (of(BF16, 5000), *more(None)):
             kernel(main, of(torch.float32, 5000), kept, weight, told, weight is None, (0.9, 0.95, 1e-8))
 
 
@@ -157,7 +166,7 @@ def grouped() -> None:
     from hocket.kernels.products import weight_gradients
 
     ends = of(torch.int32, 4)
-    for width, inner in ((2048, 1536), (200, 72)):
+    for width, inner in ((2048, 1536), *more((200, 72))):
         x, g = of(BF16, 100, width), of(BF16, 100, inner)
         weight_gradients(x, g, ends, of(BF16, 4, width, inner))
         for add in (False, True):
@@ -168,7 +177,7 @@ def biases() -> None:
     from hocket.kernels.sums import add_by_expert, row_sums
 
     ends = of(torch.int32, 5)
-    for width in (2880, 72):
+    for width in (2880, *more(72)):
         rows = of(BF16, 100, width)
         add_by_expert(rows, of(BF16, 5, width), ends)
         row_sums(rows, ends, of(BF16, 5, width))
@@ -178,7 +187,7 @@ def biases() -> None:
 def exchange() -> None:
     from hocket.kernels import exchange as kernels
 
-    for ranks, width in ((8, 2048), (2, 72)):
+    for ranks, width in ((8, 2048), *more((2, 72))):
         kernels.push_counts(of(torch.int64, ranks, 16), of(torch.int64, ranks), 1)
         leaving, _, ends = kernels.lay_out(of(torch.int64, ranks, ranks, 16), 1, 100, of(torch.int64, 1))
         rows = of(BF16, 100, width)
@@ -191,7 +200,7 @@ def exchange() -> None:
 def fp8() -> None:
     from hocket.kernels import fp8 as kernels
 
-    for width in (4096, 100):
+    for width in (4096, *more(100)):
         values, scale = kernels.cast_rows([of(BF16, 16, width)])
         kernels.cast_rows([of(BF16, 7, width), of(BF16, 7, 16), of(BF16, 7, 16)], of(torch.float32, width + 32))
         kernels.transposed(values)

@@ -14,11 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(300)
-def test_kernels_compile() -> None:
+@pytest.mark.parametrize("words", [[], pytest.param(["every"], marks=pytest.mark.full)], ids=["once", "every shape"])
+def test_kernels_compile(words: list[str]) -> None:
     """Those that have changed since the last time: Triton finds the others in its cache."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compiling"],
+        [sys.executable, "-m", "tests.kernels.compiling", *words],
         cwd=ROOT,
         env={**environment, "TRITON_CACHE_DIR": str(ROOT / ".cache" / "triton")},
         capture_output=True,

@@ -42,7 +42,9 @@ def ways(c: Config, count: int) -> Iterator[Config]:
         yield changed(c, {ENDS: ends, LAYERS: layers, HEADS: heads})
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.full] * (case == "room for pairs")) for case in CASES]
+)
 def test_no_combination_is_much_better(case: str) -> None:
     found, trials = settled(*CASES[case]), Trials()
     count = few_microbatches(found)

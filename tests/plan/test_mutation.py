@@ -10,6 +10,8 @@ import random
 from collections.abc import Iterator
 from functools import cache
 
+import pytest
+
 from hocket.program.check import check
 from hocket.program.ops import Program
 from tests.helpers.dryrun import dry_run
@@ -18,10 +20,10 @@ from tests.plan.programs import sample, with_op
 PROGRAMS = 60
 LONGEST = 450
 """Ops of the longest program that is mutated: short ones have all that long ones have."""
-MUTATIONS = 250
 TRIED = 60
-FREES = 60
 SEEDS = 40
+SOME = pytest.mark.parametrize("count", [60, pytest.param(250, marks=pytest.mark.full)])
+"""How many of all mutants are looked at."""
 
 
 def needed(program: Program) -> Iterator[tuple[int, int, int]]:
@@ -65,8 +67,9 @@ def caught_by_dry_run(program: Program) -> bool:
     return False
 
 
-def test_removed_dependencies_are_caught() -> None:
-    chosen = random.Random(0).sample(dependencies(), MUTATIONS)
+@SOME
+def test_removed_dependencies_are_caught(count: int) -> None:
+    chosen = random.Random(0).sample(dependencies(), 2 * count)
     mutants = [(name_of(*one), without(*one)) for one in chosen]
     missed = [name for name, mutant in mutants if not check(mutant) and not caught_by_dry_run(mutant)]
     rate = 1 - len(missed) / len(chosen)
@@ -87,17 +90,19 @@ def test_the_dry_run_alone_catches_most() -> None:
     assert rate >= 0.85, f"{rate:.1%} caught; missed, for example: {missed[:5]}"
 
 
-def test_removed_frees_are_caught() -> None:
+@SOME
+def test_removed_frees_are_caught(count: int) -> None:
     program = next(case.build() for case in sample(50, seed=4) if case.layout.pp == 2 and case.layout.ep == 2)
     frees = [(rank, i, p) for rank, ops in enumerate(program.ranks) for i, op in enumerate(ops) for p in op.frees]
-    for rank, position, p in random.Random(0).sample(frees, FREES):
+    for rank, position, p in random.Random(0).sample(frees, min(count // 2, len(frees))):
         kept = tuple(v for v in program.ranks[rank][position].frees if v != p)
         mutant = with_op(program, rank, position, frees=kept)
         assert [violation.invariant for violation in check(mutant)] == [12]
         assert caught_by_dry_run(mutant)
 
 
-def test_removed_and_late_drops_are_caught() -> None:
+@SOME
+def test_removed_and_late_drops_are_caught(count: int) -> None:
     """Whether all of a value or its first reader's share is held too long: memory that no plan has counted."""
     programs = [case.build() for case in sample(30, seed=5, most_ranks=3)]
     drops = [
@@ -112,8 +117,8 @@ def test_removed_and_late_drops_are_caught() -> None:
     trims = [drop for drop in drops if drop[3] == "trims"]
     assert len(trims) > 250
     for program, rank, position, field, p in [
-        *random.Random(2).sample(trims, 50),
-        *random.Random(3).sample(drops, 75),
+        *random.Random(2).sample(trims, min(count // 2, len(trims))),
+        *random.Random(3).sample(drops, min(count // 2, len(drops))),
     ]:
         ops = program.ranks[rank]
         op, left = ops[position], tuple(v for v in getattr(ops[position], field) if v != p)

@@ -21,7 +21,7 @@ from tests.helpers.ranks import run_ranks
 from tests.reference import awkward_batches, microbatch, random_batches
 
 CONFIG = config(
-    dict(layers=3, dense_layers=(1,), experts=8, bias_rate=0.01, aux_loss=0.01), dict(dp=2, ep=2), dict(merge="on"), 2,
+    dict(layers=2, dense_layers=(1,), experts=8, bias_rate=0.01, aux_loss=0.01), dict(dp=2, ep=2), dict(merge="on"), 2,
     "fp32",
 )  # fmt: skip
 STEPS = 6

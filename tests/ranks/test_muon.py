@@ -118,8 +118,9 @@ def train(rank: int, mesh: Mesh, steps: int, scale: str, bad: int = -1) -> list[
 MESHES = [Mesh(), Mesh(dp=2), Mesh(dp=4), Mesh(dp=4, ep=2), Mesh(dp=4, ep=4)]
 
 
-@pytest.mark.parametrize("scale", ["match_rms_adamw", "original"])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "scale"), [*((mesh, "match_rms_adamw") for mesh in MESHES), (MESHES[-2], "original")], ids=str
+)
 def test_muon_on_shards_is_muon_on_whole_matrices(mesh: Mesh, scale: str) -> None:
     steps = 3
     expected = reference(tensors(5), [summed(step, mesh) for step in range(steps)], scale)

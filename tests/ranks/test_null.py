@@ -86,7 +86,17 @@ def steps(rank: int, config: Config) -> tuple[list[dict[str, Any]], list[float],
 
 @pytest.mark.parametrize("copies", [pytest.param("per_expert", marks=pytest.mark.full), "per_rank"])
 def test_the_bound_exchanges_as_many_rows_with_the_same_ops(copies: str) -> None:
-    config = changed(recipe("tiny"), {"overlap.ep.copies": copies, "train.microbatches": 2})
+    small = {
+        "layers": 4,
+        "dense_layers": (0,),
+        "hidden": 32,
+        "head_dim": 8,
+        "ffn": 32,
+        "expert_ffn": 16,
+        "shared_ffn": 16,
+    }
+    config = changed(recipe("tiny"), {f"model.{name}": size for name, size in small.items()})
+    config = changed(config, {"overlap.ep.copies": copies, "train.microbatches": 2})
     train = replace(config.train, device="cpu", sequences=2)
     real = run_ranks(steps, 4, resolve(replace(config, train=replace(train, transport="gloo"))))
     null = run_ranks(steps, 4, resolve(replace(config, train=replace(train, transport="null"))))
