@@ -25,8 +25,6 @@ from hocket.runtime.world import all_reduce_over_group, rank_and_world
 if TYPE_CHECKING:
     from torch.distributed.tensor import Replicate, Shard
 
-    from hocket.fsdp.param_group import ParamGroup
-
 _TENSOR = "torch.distributed.tensor"
 """Imported only if the program has imported it: it takes a second."""
 
@@ -106,8 +104,8 @@ def mesh_of(
     return found
 
 
-def spec_of(group: ParamGroup, index: int, tensors: DeviceMesh | None = None) -> Any:
-    """The `DTensorSpec` of a member's shards; None if this rank keeps it whole.
+def spec_of(group: Any, index: int, tensors: DeviceMesh | None = None) -> Any:
+    """The `DTensorSpec` of the shards of a member of a `ParamGroup`; None if this rank keeps it whole.
 
     `tensors` is the tensor-parallel mesh of the model: on it, members that are no DTensors are replicated.
     """
@@ -144,7 +142,7 @@ def _of_both(mesh: DeviceMesh, tensors: DeviceMesh) -> DeviceMesh:
     if roots[0] != roots[1] or () in names:
         raise ValueError(
             f"parameters are DTensors on {tensors}, and hocket.fully_shard would divide them over {mesh}: slice both "
-            f"from one mesh with names, as init_device_mesh(..., mesh_dim_names=('dp', 'tp')) makes it"
+            f"from one mesh that init_device_mesh made with names for its axes"
         )
     return roots[0][(*names[0], *names[1])]
 

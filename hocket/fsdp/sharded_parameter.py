@@ -46,9 +46,6 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from hocket.layers.slices import Span
 
-if TYPE_CHECKING:
-    from hocket.fsdp.param_group import ParamGroup
-
 
 @cache
 def _writes(func: Any) -> tuple[tuple[int, str], ...]:
@@ -239,7 +236,7 @@ class ShardedParameter(_Tensor):
     position: int
     read_on_demand: Callable[[], Tensor | None] | None
     """Returns what a read as module attribute gives; None is the shard itself."""
-    _group: weakref.ref[ParamGroup]
+    _group: weakref.ref[Any]
     is_sparse = False  # optimizers read it often
 
     @property
@@ -341,7 +338,7 @@ class ShardedParameter(_Tensor):
         )
 
 
-def make_parameter(group: ParamGroup, position: int, spec: DTensorSpec | None) -> Any:
+def make_parameter(group: Any, position: int, spec: DTensorSpec | None) -> Any:
     """Member `position` of a group."""
     shard: Any
     local = group.locals[position]
@@ -356,14 +353,14 @@ def make_parameter(group: ParamGroup, position: int, spec: DTensorSpec | None) -
     return shard
 
 
-def _divided(group: ParamGroup, position: int, spec: DTensorSpec, local: Tensor) -> DTensor:
+def _divided(group: Any, position: int, spec: DTensorSpec, local: Tensor) -> DTensor:
     """A DTensor of elements here, 1-D, of a member."""
     shape = group.members[position].param.shape
     rows = local.view(-1, *shape[1:]) if local.numel() else local.new_empty((0, *shape[1:]))
     return _around(rows if shape else local.view(()), spec)
 
 
-def _notes(group: ParamGroup, position: int) -> tuple[Callable[[], None], Callable[[Tensor], Tensor]]:
+def _notes(group: Any, position: int) -> tuple[Callable[[], None], Callable[[Tensor], Tensor]]:
     """What `Watched` calls, without keeping the group alive."""
     span, group_of = group.spans[position], weakref.ref(group)
 

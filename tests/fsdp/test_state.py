@@ -153,7 +153,9 @@ def save_and_load_by_hand(rank: int, folder: Path) -> None:
     step(module, optimizer)
     fill(module, ctx, optimizer, TWO)
     dcp.save({"model": model_state(ctx), "optimizer": optimizer_state(ctx, optimizer)}, checkpoint_id=folder)
-    before = {key: local(value).data_ptr() for param in module.parameters() for key, value in optimizer.state[param].items()}
+    before = {
+        key: local(value).data_ptr() for param in module.parameters() for key, value in optimizer.state[param].items()
+    }
     with torch.no_grad():
         for *_, one in parts(ctx, TWO):
             one.zero_()
@@ -163,7 +165,9 @@ def save_and_load_by_hand(rank: int, folder: Path) -> None:
     load_model_state(ctx, state["model"])
     load_optimizer_state(ctx, optimizer, state["optimizer"])
     check(module, ctx, optimizer, TWO)
-    after = {key: local(value).data_ptr() for param in module.parameters() for key, value in optimizer.state[param].items()}
+    after = {
+        key: local(value).data_ptr() for param in module.parameters() for key, value in optimizer.state[param].items()
+    }
     assert before == after  # as a captured graph needs it
 
 
