@@ -125,17 +125,17 @@ class _Rows(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not any(isinstance(x, Summed) for x in tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)
         first = args[0] if args else None
-        if isinstance(first, Watched) and first._cut is not None and _draws(func):
+        mine = _rows_of(args) if _by_element(func) else None
+        if mine is not None:  # an optimizer's ops on long lists: DTensor would look at each
+            found = func(*mine, **kwargs)
+        elif not any(isinstance(x, Summed) for x in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        elif isinstance(first, Watched) and first._cut is not None and _draws(func):
             first._draw(func, args[1:], kwargs)
             return first
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(first, DTensor):
+        elif func is torch.ops.aten._local_scalar_dense.default:
             return func(first.full_tensor())
-        if _by_element(func) and _alike(args):
-            local = lambda x: x._local_tensor  # noqa: E731
-            found = func(*tree_map_only(DTensor, local, args), **tree_map_only(DTensor, local, kwargs))
         else:
             found = func(*tree_map(_plain_of, args), **tree_map(_plain_of, kwargs))
         for position, name in _writes(func):
@@ -143,7 +143,7 @@ class _Rows(TorchDispatchMode):
             for one in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(one, Watched):
                     one._wrote()
-                if isinstance(one, Summed) and found is one._plain:
+                if isinstance(one, Summed) and (found is one._plain or found is one._local_tensor):
                     return one
         if func.is_view and isinstance(first, Watched):
             return tree_map_only(DTensor, first._seen_as, found)
@@ -198,17 +198,24 @@ def _plain_of(x: Any) -> Any:
     return x._plain if isinstance(x, Summed) else x
 
 
-def _alike(args: Sequence[Any]) -> bool:
-    """Whether lists, or single tensors, have DTensors with the same rows at each place."""
-    lists = [one if isinstance(one, list | tuple) else [one] for one in args]
-    first, *others = [one for one in lists if any(isinstance(x, DTensor) for x in one)] or [()]
-    if not all(isinstance(x, DTensor) for one in (first, *others) for x in one):
-        return False
-    return all(
-        len(one) == len(first)
-        and all(a.shape == b.shape and a.placements == b.placements for a, b in zip(first, one, strict=True))
-        for one in others
-    )
+def _rows_of(args: Sequence[Any]) -> list[Any] | None:
+    """Arguments with local tensors in place of DTensors; None unless all have the same rows at each place of a list."""
+    found, like = list[Any](), list[DTensorSpec]()
+    for one in args:
+        several = one if isinstance(one, list | tuple) else (one,)
+        specs = [x._spec for x in several if isinstance(x, DTensor)]
+        if not specs:
+            found.append(one)
+            continue
+        like = like or specs
+        if len(specs) != len(several) or len(specs) != len(like):
+            return None
+        for a, b in zip(specs, like, strict=True):
+            if a is not b and (a.placements != b.placements or a.shape != b.shape):
+                return None
+        local = [x._local_tensor for x in several]
+        found.append(local if several is one else local[0])
+    return found if like else None
 
 
 if TYPE_CHECKING:
