@@ -208,15 +208,11 @@ def size(nbytes: int) -> str:
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"
 
 
-def _count(number: int) -> str:
-    return f"{number:,}"
-
-
 TABLES: Mapping[str, tuple[Column, ...]] = {
     "units": (
         Column("unit", "unit"),
         Column("how many", "count", right=True),
-        Column("parameters", "elements", _count, True),
+        Column("parameters", "elements", "{:,}".format, True),
         Column("whole", "nbytes", size, True),
         Column("over ranks", "members", right=True),
         Column("padding", "padding", "{:.2%}".format, True),
@@ -224,7 +220,7 @@ TABLES: Mapping[str, tuple[Column, ...]] = {
     "optimizer": (
         Column("weights", "what"),
         Column("how many", "count", right=True),
-        Column("parameters", "elements", _count, True),
+        Column("parameters", "elements", "{:,}".format, True),
         Column("decay", "decay", "{:g}".format, True),
         Column("such as", "names"),
     ),
@@ -272,17 +268,13 @@ def _environment(found: Explanation) -> Lines:
     yield from table([head, *((f.name, f.wanted or "-", f.found or "-", STATES[f.state]) for f in found.environment)])
     for finding in found.environment:
         if finding.fix:
-            yield from paragraph(_costs(finding), "  ")
+            yield from paragraph(f"{finding.name}: {finding.cost}; fix: {finding.fix}", "  ")
 
 
 STATES = {
     "ok": "ok", "set": "set by hocket", "missing": "not set", "late": "set too late", "kept": "kept",
     "refused": "refused",
 }  # fmt: skip
-
-
-def _costs(finding: Finding) -> str:
-    return f"{finding.name}: {finding.cost}; fix: {finding.fix}"
 
 
 def _check(found: Explanation) -> Lines:

@@ -413,16 +413,14 @@ def spread_of(mesh: MeshConfig, purpose: Purpose, ranks_per_host: int) -> Spread
 
 def hosts_of(c: Config) -> int:
     """On how many hosts the ranks are; one while that is open."""
-    each = c.network.ranks_per_host
-    return 1 if each == "auto" else max(1, c.mesh.world // each)
+    return max(1, c.mesh.world // (c.network.given or c.mesh.world))
 
 
 def crossing(c: Config) -> Mapping[Purpose, Spread]:
     """The purposes of groups that have ranks on several hosts."""
-    each = c.network.ranks_per_host
-    if each == "auto" or hosts_of(c) == 1:
+    if hosts_of(c) == 1:
         return {}
-    spreads = ((purpose, spread_of(c.mesh, purpose, each)) for purpose in PURPOSES)
+    spreads = ((purpose, spread_of(c.mesh, purpose, c.network.given)) for purpose in PURPOSES)
     return {purpose: spread for purpose, spread in spreads if spread.hosts > 1}
 
 
@@ -457,30 +455,25 @@ def _is_exchange(c: Config, purpose: Purpose) -> bool:
 
 def _link(c: Config, purpose: Purpose, link: Link, spread: Spread) -> Link:
     adapter, late = _described(c)
-    each = c.network.ranks_per_host
-    assert each != "auto"
-    crossings, steps = spread.hosts - 1, max(0, spread.ranks - each)
-    if _is_exchange(c, purpose):
-        steps = 0
-    elif purpose in ("pp_fwd", "pp_bwd"):
-        crossings, steps = 1, 0
-    elif purpose == "control":
-        crossings, steps = 2 * math.ceil(math.log2(spread.hosts)), 0
-    bandwidth = min(link.bandwidth, _adapters(c, purpose, spread) * adapter)
-    return Link(link.latency + crossings * late + steps * STEP, bandwidth)
+    adapters, crossings, steps = _through(c, purpose, spread)
+    return Link(link.latency + crossings * late + steps * STEP, min(link.bandwidth, adapters * adapter))
 
 
-def _adapters(c: Config, purpose: Purpose, spread: Spread) -> float:
-    """How many adapters together bring what one rank gets."""
+def _through(c: Config, purpose: Purpose, spread: Spread) -> tuple[float, int, int]:
+    """A row of the table in Note: [Links between hosts]: (adapters that bring what one rank gets, crossings, steps)."""
     if _is_exchange(c, purpose):
-        return (spread.ranks - 1) / (spread.ranks - spread.fewest)
-    return 1.0 if purpose in ("pp_fwd", "pp_bwd") else float(spread.fewest)
+        return (spread.ranks - 1) / (spread.ranks - spread.fewest), spread.hosts - 1, 0
+    if purpose in ("pp_fwd", "pp_bwd"):
+        return 1.0, 1, 0
+    if purpose == "control":
+        return spread.fewest, 2 * math.ceil(math.log2(spread.hosts)), 0
+    return spread.fewest, spread.hosts - 1, max(0, spread.ranks - c.network.given)
 
 
 def adapter_times(c: Config) -> Mapping[Purpose, float]:
     """Seconds in which a rank's own adapter is busy for each byte that the rank gets, by purpose; empty on one host."""
     adapter, _ = _described(c)
-    return {purpose: 1 / (_adapters(c, purpose, spread) * adapter) for purpose, spread in crossing(c).items()}
+    return {purpose: 1 / (_through(c, purpose, spread)[0] * adapter) for purpose, spread in crossing(c).items()}
 
 
 def _described(c: Config) -> tuple[float, float]:

@@ -207,7 +207,10 @@ def build_program(
     """
     order, notes = choose_order(layout, microbatches, config)
     chain = [one for name, one in passes.items() if frees or name != "free"]
-    return replace(_made(Draft(layout, microbatches, config, sharding, order), chain), notes=tuple(notes))
+    made = replace(_made(Draft(layout, microbatches, config, sharding, order), chain), notes=tuple(notes))
+    if frees:  # no candidate: a whole program may be large, and is made once
+        _expanded.cache_clear()
+    return made
 
 
 def _made(draft: Draft, chain: list[Pass]) -> Program:
