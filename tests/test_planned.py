@@ -107,8 +107,8 @@ def test_a_list_is_given_as_a_python_list() -> None:
     assert step.settings.plan.recompute == ("attn",)
 
 
-LONG = ("kimi_k2", "qwen3_235b_a22b")
-"""Recipes whose plans take several seconds. deepseek_v3 is as large."""
+LONG = ("kimi_k2", "qwen3_235b_a22b", "deepseek_v3", "glm4_5_air")
+"""Recipes whose plans take several seconds."""
 
 
 @pytest.mark.parametrize("recipe", [pytest.param(r, marks=[pytest.mark.full] * (r in LONG)) for r in sorted(RECIPES)])

@@ -86,7 +86,7 @@ def assert_same(found: State, expected: State, bitwise: bool = False) -> None:
             )
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.full), "deepseek_v3"])
 def test_a_step_goes_on_with_what_it_has_saved(family: str, tmp_path: Path) -> None:
     """On four ranks, and on one rank what four have saved. deepseek_v3 has a saved buffer."""
     folder = str(tmp_path / "two")

@@ -24,7 +24,7 @@ CASES = {
     "experts spread": (2, workload(2, 2, moe=True), ["hocket", "fully_shard", "fully_shard_copied"]),
     "experts spread and sharded": (4, workload(4, 2, moe=True), ["hocket", "fully_shard"]),
 }
-USUAL = ("dense", "experts spread")
+USUAL = ("dense",)
 """Of these, what `make test` runs."""
 
 

@@ -183,23 +183,20 @@ def test_balance_knows_which_layers_of_a_stage_run_again() -> None:
 def test_auto_recomputes_only_what_does_not_fit() -> None:
     config = planned(qwen3_30b_a3b(), recompute=("auto",), defer_layers="attn:1", chunks=2)
     config = changed(config, {"model.layers": 24})
-    found = {}
-    for sequences in (1, 6):
-        settings = resolve(changed(config, {"train.sequences": sequences}), Host(gpus=8))
-        found[sequences] = settings.plan.recompute
+    usable = Host(gpus=8)
+    few, many = (resolve(changed(config, {"train.sequences": sequences}), usable) for sequences in (1, 6))
+    for settings in (few, many):
         (decision,) = (d for d in settings.decisions if d.setting == "plan.recompute")
         assert "of 125 GiB" in decision.reason
-    assert found[1] == ()
-    assert found[6], "what does not fit is not left as it is"
-    parts, counts = zip(*map(part_and_layers, found[6]), strict=True)
+    assert few.plan.recompute == ()
+    assert many.plan.recompute, "what does not fit is not left as it is"
+    parts, counts = zip(*map(part_and_layers, many.plan.recompute), strict=True)
     (count,) = set(counts)
     step = Trials().step
-    whole, usable = changed(config, {"train.sequences": 6}), Host(gpus=8)
     chosen, fewer = (
-        step(changed(resolve(whole, usable), {"plan.recompute": tuple(f"{part}:{n}" for part in parts)}))
-        for n in (count, count - 1)
+        step(changed(many, {"plan.recompute": tuple(f"{part}:{n}" for part in parts)})) for n in (count, count - 1)
     )
-    memory = memory_of(whole, usable)
+    memory = memory_of(many, usable)
     assert chosen.fits(memory)
     assert not fewer.fits(memory)
     laptop = resolve(changed(config, {"precision.compute": "fp32", "train.transport": "gloo", "train.device": "cpu"}))
