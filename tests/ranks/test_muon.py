@@ -13,7 +13,7 @@ from torch import Tensor
 import hocket
 from hocket.config.schema import changed
 from hocket.engine import Engine
-from hocket.fsdp.muon import orthogonal
+from hocket.fsdp.planned.muon import orthogonal
 from hocket.fsdp.planned.optimizer import AdamWOptions, MuonOptions, PlannedAdamW, matrices_of
 from hocket.model.source import parameter_shapes
 from hocket.program.mesh import Mesh

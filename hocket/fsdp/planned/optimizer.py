@@ -22,7 +22,7 @@ where each update reads it; the host does not wait. A skipped step changes only 
 step count, which sets the learning rate.
 
 Note: [Muon under a plan]
-After its last reduction a unit goes through the verbs of `WHOLE_MATRICES` (`fsdp/muon.py`, Note: [Each matrix on one
+After its last reduction a unit goes through the verbs of `WHOLE_MATRICES` (`fsdp/planned/muon.py`, Note: [Each matrix on one
 rank]), then the update moves the weights. With `overlap.dp.update = next_step` these are ops at the beginning of the
 next step: see `Note: [Whole matrices of sharded units]` in `program/shard.py`. Otherwise the step op does all of it,
 without overlap.
@@ -41,8 +41,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hocket.fsdp.muon import WholeMatrices, factor_of
 from hocket.fsdp.planned.model import PlannedModel
+from hocket.fsdp.planned.muon import WholeMatrices, factor_of
 from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.fsdp.saving.inventory import Piece
 from hocket.fsdp.shard_grads import squares_of
