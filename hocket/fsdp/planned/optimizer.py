@@ -22,8 +22,8 @@ where each update reads it; the host does not wait. A skipped step changes only 
 step count, which sets the learning rate.
 
 Note: [Muon under a plan]
-After its last reduction a unit goes through the verbs of `WHOLE_MATRICES` (`fsdp/planned/muon.py`, Note: [Each matrix on one
-rank]), then the update moves the weights. With `overlap.dp.update = next_step` these are ops at the beginning of the
+After its last reduction a unit goes through the verbs of `WHOLE_MATRICES` (`muon.py`, Note: [Each matrix on one rank]),
+then the update moves the weights. With `overlap.dp.update = next_step` these are ops at the beginning of the
 next step: see `Note: [Whole matrices of sharded units]` in `program/shard.py`. Otherwise the step op does all of it,
 without overlap.
 
