@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 
 FLAGS_AT_ONCE = 256
 PATIENCE = 2.0
@@ -84,23 +85,33 @@ _BESIDE_COMPUTE = 1
 """Prefers copy engines, also within one GPU where SMs would be faster."""
 
 
+_BY_ADDRESS = 4
+"""Kind of a copy: the addresses say from which device to which."""
+
+
+def _runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded. Profiles show what launched its copies, not those of the driver."""
+    return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+
+
 class Cuda:
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
         self._batch: Any = getattr(library, "cuMemcpyBatchAsync", None)  # since CUDA 12.8
         self._how = _Attributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
-        self._copy, self._write, self._wait, self._steps = (
+        self._write, self._wait, self._steps = (
             getattr(library, f"{name}_v2")
-            for name in ("cuMemcpyDtoDAsync", "cuStreamWriteValue32", "cuStreamWaitValue32", "cuStreamBatchMemOp")
+            for name in ("cuStreamWriteValue32", "cuStreamWaitValue32", "cuStreamBatchMemOp")
         )
-        self._copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        self._copy = _runtime().cudaMemcpyAsync
+        self._copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
         for call in (self._write, self._wait):
             call.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
         self._steps.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
         self._reader = reader()
 
     def copy(self, stream: int, into: int, source: int, nbytes: int) -> None:
-        _check(self._copy(into, source, nbytes, stream))
+        _check(self._copy(into, source, nbytes, _BY_ADDRESS, stream))
 
     def copies(self, stream: int, into: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
         if self._batch is None or not stream:  # batches are not allowed on the default stream
