@@ -166,10 +166,9 @@ class CollectiveCopies:
 
     @staticmethod
     def _move(driver: Driver, stream: int, copies: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
-        """Copy bytes: (into, from, number) by peer. Not as one batch, which a CUDA graph can't record."""
-        for each in copies:
-            for into, source, count in zip(*(numbers.tolist() for numbers in each), strict=True):
-                driver.copy(stream, into, source, count)
+        """Copy bytes: (into, from, number) by peer."""
+        if pairs := list(copies):
+            driver.copies(stream, *(np.concatenate(each) for each in zip(*pairs, strict=True)))
 
     def _in_pieces(
         self,

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from torch.autograd import profiler
 
 FLAGS_AT_ONCE = 256
 PATIENCE = 2.0
@@ -114,7 +115,13 @@ class Cuda:
         _check(self._copy(into, source, nbytes, _BY_ADDRESS, stream))
 
     def copies(self, stream: int, into: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
-        if self._batch is None or not stream:  # batches are not allowed on the default stream
+        # A batch is not allowed on the default stream nor in a CUDA graph, and profiles do not show what launched it.
+        if (
+            not stream
+            or self._batch is None
+            or profiler._is_profiler_enabled
+            or torch.cuda.is_current_stream_capturing()
+        ):
             for each in zip(into.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
                 self.copy(stream, *each)
             return
