@@ -120,6 +120,7 @@ def closed(rank: int) -> None:
         contender.step(batches(work, rank, 0, CPU))
         held = [weakref.ref(group.main) for group in of(contender)]
         held += [weakref.ref(buffer.flat) for unit in contender.context.units for buffer in unit.full.values()]
+        contender.context.gathering.join()  # what is in flight has its memory
         contender.close()
         del contender
         gc.collect()
