@@ -114,5 +114,5 @@ def test_the_bound_exchanges_as_many_rows_with_the_same_ops(copies: str) -> None
         even = [row for name, row in real_rows[0].items() if name.startswith("fwd dispatch")]
         if copies == "per_expert":
             assert [row[0] for row in forward] == [row[0] for row in even], "every rank sends as many rows as ever"
-        assert abs(sum(row[0] for row in forward) / sum(row[0] for row in even) - 1) < 0.05
-        assert abs(sum(row[1] for row in forward) / sum(row[0] for row in forward) - 1) < 0.2
+        assert abs(sum(row[0] for row in forward) / sum(row[0] for row in even) - 1) < 0.1
+        assert abs(sum(row[1] for row in forward) / sum(row[0] for row in forward) - 1) < 0.15
