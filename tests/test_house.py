@@ -37,7 +37,7 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (51_072, 300),
+    "lines of hocket/": (51_077, 300),
     "files of hocket/": (215, 3),
     "lines of hocket_trace/": (3_712, 150),
     "words of docs": (36_029, 1_500),
@@ -58,7 +58,7 @@ LIMITS = {
     "files that name replicas (HSDP)": (22, 2),
 }
 
-SECONDS_OF_MAKE_TEST = 1_158
+SECONDS_OF_MAKE_TEST = 1_022
 """On two cores without a GPU. `.ci/run` prints it beside what the run took; no test judges a clock."""
 
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_ARGUMENTS = 700, 120, 10

@@ -31,7 +31,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,14 +73,10 @@ class Summed(DTensor):
     So programs may read norms and other numbers by `item()`, which of a plain DTensor is one rank's, and go by them.
     """
 
-    _plain: DTensor
-    """The same local tensor as DTensor of torch, which ops compute with."""
-
-    @classmethod
-    def of(cls, plain: DTensor, requires_grad: bool = False) -> Any:
-        made: Any = _around(plain._local_tensor, plain._spec, cls, requires_grad)
-        made._plain = plain
-        return made
+    @cached_property
+    def _plain(self) -> DTensor:
+        """The same local tensor as DTensor of torch, which ops compute with."""
+        return _around(self._local_tensor, self._spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy: Any = self._plain.clone()
@@ -143,7 +139,11 @@ class _Rows(TorchDispatchMode):
             for one in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(one, Watched):
                     one._wrote()
-                if isinstance(one, Summed) and (found is one._plain or found is one._local_tensor):
+                if (
+                    isinstance(found, Tensor)
+                    and isinstance(one, Summed)
+                    and (found is one._plain or found is one._local_tensor)
+                ):
                     return one
         if func.is_view and isinstance(first, Watched):
             return tree_map_only(DTensor, first._seen_as, found)
@@ -152,7 +152,7 @@ class _Rows(TorchDispatchMode):
         if any(placement.is_partial() for placement in found.placements):
             whole = [Replicate() if placement.is_partial() else placement for placement in found.placements]
             found = found.redistribute(placements=whole)
-        return Summed.of(found)
+        return _around(found._local_tensor, found._spec, Summed)
 
 
 class Watched(Summed):
@@ -165,17 +165,19 @@ class Watched(Summed):
     @classmethod
     def over(
         cls,
-        plain: DTensor,
+        local: Tensor,
+        spec: DTensorSpec,
         wrote: Callable[[], None],
         cut: Callable[[Tensor], Tensor] | None = None,
         requires_grad: bool = False,
     ) -> Any:
-        made = cls.of(plain, requires_grad)
+        made = _around(local, spec, cls, requires_grad)
         made._wrote, made._cut = wrote, cut
         return made
 
     def _seen_as(self, view: DTensor) -> Any:
-        return Watched.over(view, self._wrote, self._cut if view.numel() == self.numel() else None)
+        cut = self._cut if view.numel() == self.numel() else None
+        return Watched.over(view._local_tensor, view._spec, self._wrote, cut)
 
     def _draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """See Note: [Random numbers are drawn whole]."""
@@ -352,7 +354,8 @@ def make_parameter(group: Any, position: int, spec: DTensorSpec | None) -> Any:
     if spec is None:
         shard = torch.Tensor._make_subclass(_Whole, local.view(group.members[position].shape), group.trainable)
     else:
-        shard = _Divided.over(_divided(group, position, spec, local), *_notes(group, position), group.trainable)
+        rows = _in_rows(group, position, local)
+        shard = _Divided.over(rows, spec, *_notes(group, position), group.trainable)
         shard._is_param = True
     shard._group, shard.position, shard.read_on_demand = weakref.ref(group), position, None
     if group.trainable:
@@ -360,11 +363,12 @@ def make_parameter(group: Any, position: int, spec: DTensorSpec | None) -> Any:
     return shard
 
 
-def _divided(group: Any, position: int, spec: DTensorSpec, local: Tensor) -> DTensor:
-    """A DTensor of elements here, 1-D, of a member."""
+def _in_rows(group: Any, position: int, local: Tensor) -> Tensor:
+    """Elements here of a member, 1-D, in the shape of its rows."""
     shape = group.members[position].param.shape
-    rows = local.view(-1, *shape[1:]) if local.numel() else local.new_empty((0, *shape[1:]))
-    return _around(rows if shape else local.view(()), spec)
+    if not shape:
+        return local.view(())
+    return local.view(-1, *shape[1:]) if local.numel() else local.new_empty((0, *shape[1:]))
 
 
 def _notes(group: Any, position: int) -> tuple[Callable[[], None], Callable[[Tensor], Tensor]]:
@@ -383,10 +387,11 @@ class _Divided(ShardedParameter, Watched):  # pyrefly: ignore[inconsistent-inher
     """A parameter of which ranks have different rows."""
 
     def like(self, flat: Tensor) -> Any:
-        return _divided(self.group, self.position, self._spec, flat)
+        return _around(_in_rows(self.group, self.position, flat), self._spec)
 
     def _shown(self, grad: Tensor) -> Tensor:
-        return Watched.over(self.like(grad), self.group.grads.wrote, self._cut)
+        group = self.group
+        return Watched.over(_in_rows(group, self.position, grad), self._spec, group.grads.wrote, self._cut)
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]  (Tensor's takes an argument of its own)
         local, placements = tuple(self._local_tensor.shape), self._spec.placements
