@@ -258,7 +258,10 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     **{name: (name, real_models) for name in ("real_models_llama", "real_models_vit", "real_models_t5")},
     "saves": ("saves", saves),
     "saves_memory": ("saves_memory", saves),
-    **{name: (name, before_and_after) for name in ("before_after", "before_after_one", "before_after_late")},
+    **{
+        name: (name, before_and_after)
+        for name in ("before_after", "before_after_one", "before_after_late", "before_after_rows")
+    },
     "choices": ("choices", choices),
     "shard_layouts": ("shard_layouts", shard_layouts),
 }
