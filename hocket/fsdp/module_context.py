@@ -505,16 +505,15 @@ class ShardContext:
         for group in self.param_groups:
             group.invalidate()
 
-    def over_ranks(self, value: Tensor, how: Literal["sum", "max"], parts: ShardGroups | None = None) -> None:
-        """The `sum` or `max` of a tensor over all ranks of the model, or the ranks of other `parts`, in place."""
+    def over_ranks(self, value: Tensor, how: Literal["sum", "max"]) -> None:
+        """The `sum` or `max` of a tensor over all ranks of the model, in place."""
         self.about_to(f"{how} over ranks")
         self.before_waiting()
         here = value.to(self.device)
-        (parts or self.groups).reduce.all_reduce(here, how).wait()
-        if parts is None:
-            self.groups.outer.all_reduce(here, how).wait()
-            if self.tensor_mesh is not None:
-                over(self.tensor_mesh, here, how)
+        for group in (self.groups.reduce, self.groups.outer):
+            group.all_reduce(here, how).wait()
+        if self.tensor_mesh is not None:
+            over(self.tensor_mesh, here, how)
         value.copy_(here)
 
     @contextlib.contextmanager

@@ -266,13 +266,8 @@ def squares_of(grads: Sequence[Tensor]) -> Tensor:
         from hocket.kernels.sums import squares
 
         return squares(grads)
-    return powers_of(grads, 2.0)
-
-
-def powers_of(grads: Sequence[Tensor], p: float) -> Tensor:
-    """The sum of |x|^p of each gradient, fp64 [n], by torch."""
-    norms = [torch.linalg.vector_norm(grad, p, dtype=torch.float64) for grad in grads]
-    return torch.stack([norm.to(norms[0].device) for norm in norms]) ** p  # some may be in host memory
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+    return torch.stack([norm.to(norms[0].device) for norm in norms]) ** 2  # some may be in host memory
 
 
 def _for_kernel(grad: Tensor) -> bool:

@@ -258,10 +258,6 @@ class ShardedParameter(_Tensor):
         """Its name in the root module."""
         return self.group.members[self.position].name
 
-    @property
-    def keeps_all(self) -> bool:
-        return self.group.keeps_all
-
     # Tensor.grad is a descriptor in C, which a property may replace.
     @property
     def grad(self) -> Tensor | None:

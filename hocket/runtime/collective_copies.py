@@ -122,7 +122,7 @@ class CollectiveCopies:
         halves, width, base = self._gathered, out.itemsize, out.data_ptr()
 
         def send(stream: int, half: int, low: int, high: int) -> None:
-            # By a kernel: a copy engine has less bandwidth within a GPU, and is busy with peers.
+            # By a kernel, so that copy engines have peers' copies alone.
             halves.bytes_of(self.rank, half)[: (high - low) * width].view(out.dtype).copy_(shard[low:high])
 
         def receive(stream: int, half: int, low: int, high: int) -> None:

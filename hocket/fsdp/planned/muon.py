@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,26 +34,21 @@ COEFFICIENTS, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 """Of the iteration: those of `torch.optim.Muon`, and of Jordan's."""
 
 
-def orthogonal(
-    x_NAB: Tensor,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
-    iterations: int = ITERATIONS,
-    eps: float = EPS,
-) -> Tensor:
+def orthogonal(x_NAB: Tensor) -> Tensor:
     """About the nearest orthogonal matrix to each: singular values between 0.5 and 1.5. bf16, from any dtype."""
-    a, b, c = coefficients
+    a, b, c = COEFFICIENTS
     x = x_NAB.bfloat16()
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
-    for _ in range(iterations):
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS)
+    for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
-def factor_of(shape: Sequence[int], scale: str | None) -> float:
-    """Learning rate factor of a matrix [output, input], as in `torch.optim.Muon`, where None is `original`.
+def factor_of(shape: Sequence[int], scale: str) -> float:
+    """Learning rate factor of a matrix [output, input], as in `torch.optim.Muon`.
 
     match_rms_adamw (Liu et al. 2025, "Muon is scalable for LLM training") gives updates about as large as AdamW's.
     """
@@ -69,7 +63,7 @@ class WholeMatrices:
         self,
         group: ParamGroup,
         taken: Sequence[int],
-        matrices: Callable[[int, Tensor], list[Tensor]] = lambda index, weight: [weight],
+        matrices: Callable[[int, Tensor], list[Tensor]],
     ) -> None:
         """`taken` are member indices. `matrices` returns views of a member's matrices [output, input]."""
         self.group, self.taken, self._matrices = group, taken, matrices
@@ -96,7 +90,7 @@ class WholeMatrices:
             mine[group.here[i]] = momentum
         return group.groups.reduce.all_gather(whole, mine, group.layout.pieces)
 
-    def iterate(self, whole: Tensor, *how: Any) -> None:
+    def iterate(self, whole: Tensor) -> None:
         """Orthogonalize this rank's matrices in `whole`, and zero the others."""
         found: list[tuple[Tensor, Tensor]] = []
         views = self.group.layout.views(whole)
@@ -106,7 +100,7 @@ class WholeMatrices:
             together = len(own) if whole.is_cuda else 1  # one by one on a CPU: the same bits on any mesh
             for first in range(0, len(own), max(1, together)):
                 some = own[first : first + together]
-                found += zip(some, orthogonal(torch.stack(some), *how), strict=True)
+                found += zip(some, orthogonal(torch.stack(some)), strict=True)
         whole.zero_()
         for place, matrix in found:
             place.copy_(matrix)
