@@ -126,9 +126,7 @@ def create(python: str) -> None:
         stop(f"{python} cannot make virtual environments", fix)
     say("making a virtual environment in .venv/env; torch is large, so this takes a few minutes")
     run(python, "-m", "venv", "--clear", str(ENV))
-    # Modules are compiled when they are first imported: most never are.
-    how = ("--quiet", "--disable-pip-version-check", "--no-compile")
-    pip = (str(ENV / "bin" / "python"), "-m", "pip", "install", *how)
+    pip = (str(ENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     # torch is not in the lock: the build of its version depends on the machine, so it has no fixed hash.
     parts = (("-r", str(TORCH)), ("--require-hashes", "-r", str(LOCK), "-r", str(DOCS)))
     with ThreadPoolExecutor() as both:
