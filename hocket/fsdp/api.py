@@ -35,10 +35,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hocket.fsdp import hooks
-from hocket.fsdp.checks import is_full, refuse_early, refuse_newcomers
+from hocket.fsdp.checks import refuse_early, refuse_newcomers
 from hocket.fsdp.dtensors import copies
 from hocket.fsdp.fsdp2 import Fsdp2Arguments, FSDPModule, Place, request_of
-from hocket.fsdp.members import UNIT, Rule
+from hocket.fsdp.members import UNIT, Rule, is_full
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.options import Precision, ShardOptions

@@ -93,14 +93,12 @@ class Staged(WholeGrads):
         self.group, self._staging = group, staging
         self.flat = staging.take(group.layout.total)
         super().__init__(group.layout.views(self.flat), len(group.members))
-        self._arrived = [False] * len(self.views)
-        self.unfinished = group.learning
+        self.missing = group.learning
+        """How many trainable parameters have not contributed."""
 
-    def arrived(self, index: int) -> None:
-        """Autograd is done with parameter `index`, whose gradient layers may have written before."""
-        if self.has[index] and not self._arrived[index]:
-            self._arrived[index] = True
-            self.unfinished -= 1
+    def add(self, index: int, grad: Tensor) -> None:
+        self.missing -= not self.has[index]
+        super().add(index, grad)
 
     def give(self, ticket: Ticket | None) -> None:
         """Return the memory, which may be reused after `ticket`; None if it was not sent."""

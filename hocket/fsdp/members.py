@@ -31,9 +31,7 @@ from torch import Tensor, nn
 
 from hocket.fsdp.dtensors import DTensorLayout, dtensor_layout_of
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.layers.functional import embedding_forward, linear_forward
 from hocket.layers.slices import Span
-from hocket.runtime.weights import sink_of
 
 Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None
 
@@ -41,6 +39,18 @@ Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module]
 UNIT = "_hocket_unit"
 """The module attribute that holds its unit. Not a global table: units refer to their modules, which would never be
 freed."""
+
+_FULL = "_hocket_full"
+
+
+def mark_full(param: nn.Parameter) -> None:
+    """Mark a full parameter of a sharded model, which another call or an optimizer must not take for a plain one."""
+    setattr(param, _FULL, True)
+
+
+def is_full(param: Tensor | None) -> bool:
+    """Whether it is a full parameter of a sharded model."""
+    return hasattr(param, _FULL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +152,7 @@ def found_parameters(root: nn.Module) -> list[Member]:
     names: dict[nn.Parameter, str] = {}
     for prefix, module in root.named_modules():
         for key, param in module._parameters.items():
-            if param is not None and not isinstance(param, ShardedParameter) and sink_of(param) is None:
+            if param is not None and not isinstance(param, ShardedParameter) and not is_full(param):
                 names.setdefault(param, f"{prefix}.{key}" if prefix else key)
                 owners.setdefault(param, []).append((module, key))
     return [Member(names[param], param, tuple(places)) for param, places in owners.items()]
@@ -190,15 +200,6 @@ def _paths(
         _paths(child, chain, units, above)
 
 
-FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Linear: linear_forward, nn.Embedding: embedding_forward}
-"""Replacement forwards of module classes in sharded units."""
-
-
-def forward_of(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
-    """The replacement for a class of `FORWARDS` or a subclass with the same forward, if any."""
-    return next((new for base, new in FORWARDS.items() if cls.forward is base.forward), None)
-
-
 def _load(shard: ShardedParameter, value: Tensor, name: str) -> None:
     span, local = shard.group.span_of(shard.position), shard.group.locals[shard.position]
     divided, here = hasattr(value, "_local_tensor"), _local(value)
@@ -225,8 +226,7 @@ _originals: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def watch_reads(module: nn.Module, methods: type | None = None) -> None:
-    """Give a module with managed parameters the subclass of Note: [Two faces of a parameter], and a forward of
-    `FORWARDS`.
+    """Give a module with managed parameters the subclass of Note: [Two faces of a parameter].
 
     `methods` is a class with the methods of a unit's module.
     """
@@ -237,12 +237,12 @@ def watch_reads(module: nn.Module, methods: type | None = None) -> None:
         return
     cls = _originals.get(cls, cls)
     if (cls, methods) not in _subclasses:
-        new = _subclasses[cls, methods] = _subclass(cls, forward_of(cls), methods)
+        new = _subclasses[cls, methods] = _subclass(cls, methods)
         _originals[new] = cls
     module.__class__ = _subclasses[cls, methods]
 
 
-def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods: type | None) -> type[nn.Module]:
+def _subclass(cls: type[nn.Module], methods: type | None) -> type[nn.Module]:
     def getattr_(self: nn.Module, name: str) -> Any:
         found = cls.__getattr__(self, name)
         read = getattr(found, "read_on_demand", None) if isinstance(found, nn.Parameter) else None
@@ -300,8 +300,6 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
     body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_hocket_original": cls}
     body |= {"__getattr__": getattr_, "__reduce_ex__": reduce}
     body |= {"_apply": apply, "_load_from_state_dict": load, "_save_to_state_dict": save}
-    if forward is not None:
-        body["forward"] = forward
     return type(cls.__name__, (cls,) if methods is None else (methods, cls), body)
 
 

@@ -88,14 +88,10 @@ class WholeGrads:
     def __init__(self, views: list[Tensor], count: int) -> None:
         self.views, self.has = views, [False] * count
 
-    def target(self, index: int) -> tuple[Tensor, bool]:
-        """(where parameter `index` writes its gradient, whether to add to it)."""
-        already, self.has[index] = self.has[index], True
-        return self.views[index], already
-
     def add(self, index: int, grad: Tensor) -> None:
         """Copy a gradient of parameter `index`, or add it to an earlier one."""
-        put(grad, *self.target(index))
+        put(grad, self.views[index], self.has[index])
+        self.has[index] = True
 
 
 class LocalSum(WholeGrads):
@@ -113,10 +109,10 @@ class LocalSum(WholeGrads):
     def nbytes(self) -> int:
         return self._layout.total * self._dtype.itemsize if self.views else 0
 
-    def target(self, index: int) -> tuple[Tensor, bool]:
+    def add(self, index: int, grad: Tensor) -> None:
         if not self.views:
             self.views = self._layout.views(torch.zeros(self._layout.total, dtype=self._dtype, device=self._device))
-        return super().target(index)
+        super().add(index, grad)
 
     def merge(self, into: Sequence[Tensor]) -> None:
         """Add everything to `into`, complete views of the entries, rounded once; then clear. On the caller's stream,

@@ -126,7 +126,7 @@ def _linear(func: Any, x: Tensor, p: Tensor, bias: Tensor | None = None) -> Tens
     if x.dtype != weight.value.dtype or (bias is not None and offset is None):
         return _other(func, x, p, bias)
     of_bias = None if offset is None else queued(x, offset)
-    return functional._Linear.apply(x, None, None, queued(x, weight), of_bias, x.dtype)
+    return functional._Linear.apply(x, queued(x, weight), of_bias, x.dtype)
 
 
 def _embedding(func: Any, ids: Tensor, p: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
