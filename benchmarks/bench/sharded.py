@@ -20,9 +20,9 @@ from benchmarks.bench.peers.fsdp2 import meshes
 from benchmarks.bench.plain import Exchange, adamw, backward, first_value, optimizer_name, plain_model
 from benchmarks.bench.workload import Workload
 from hocket.config import Strategy
+from hocket.fsdp.buffers import Offload
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.options import ShardTransport
-from hocket.fsdp.shard_grads import Offload
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.model.documents import Microbatch
 from hocket.program.mesh import SMS

@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hocket.fsdp import hooks
+from hocket.fsdp.buffers import squares_of
 from hocket.fsdp.checks import refuse_early, refuse_newcomers
 from hocket.fsdp.dtensors import copies
 from hocket.fsdp.fsdp2 import Fsdp2Arguments, FSDPModule, Place, request_of
@@ -44,7 +45,6 @@ from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.options import Precision, ShardOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.shard import checked, contexts, shard_model, shard_one
-from hocket.fsdp.shard_grads import squares_of
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 

@@ -19,8 +19,9 @@ from hocket.fsdp.lookahead import Lookahead
 from hocket.fsdp.module_unit import Budget, Claim, Unit
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.same_order import SameOrder, UnusedGradients
+from hocket.fsdp.same_order import SameOrder
 from hocket.fsdp.shard_groups import ShardGroups
+from hocket.fsdp.unused import UnusedGradients
 from hocket.runtime.queue import Ticket, queue_of
 
 

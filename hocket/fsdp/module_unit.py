@@ -261,7 +261,7 @@ class Unit:
         found = self._staged.get(group)
         if found is None:
             self.context.before_waiting()  # for a free staging buffer
-            found = self._staged[group] = Staged(group, self.context.staging_of(group))
+            found = self._staged[group] = Staged(group.layout, self.context.staging_of(group), group.learning)
         return found
 
     def grad_ready(self, param: nn.Parameter) -> None:

@@ -29,11 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.fsdp.buffers import LocalSum, ShardGrads, ShardMemory, zero_others
 from hocket.fsdp.layout import FlatLayout
 from hocket.fsdp.members import Member
 from hocket.fsdp.options import Offload, Precision
-from hocket.fsdp.shard_grads import LocalSum, ShardGrads, ShardMemory, Usage, zero_others
 from hocket.fsdp.shard_groups import ShardGroups
+from hocket.fsdp.unused import Usage
 from hocket.layers.slices import Span
 from hocket.runtime.transports import Pending
 
