@@ -448,7 +448,7 @@ class ShardContext:
         complete.
         """
         reduce, sent = self.groups.reduce, sum(unit.reduces for unit in self.units)
-        if reduce.copies and sent > self._shown and not torch.cuda.is_current_stream_capturing():
+        if reduce.copies and sent > self._shown:
             self._shown = sent
             self.reducing.submit("life", lambda: reduce.all_reduce(torch.zeros(1, device=self.device)))
 
