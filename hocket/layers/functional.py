@@ -46,12 +46,13 @@ from hocket.runtime.weights import (
 
 
 def linear(x_TD: Tensor, p_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
-    """`x @ p.T + bias`, of shape [..., F]. A managed weight has no bias."""
-    weight = weight_of(p_FD)
+    """`x @ p.T + bias`, of shape [..., F]. The bias of a managed weight is managed too."""
+    weight, offset = weight_of(p_FD), None if bias_F is None else weight_of(bias_F)
     if weight is None:
         return F.linear(x_TD, p_FD, bias_F)
-    assert bias_F is None, f"{weight.name} is managed, and would lose its bias"
-    return _Linear.apply(x_TD, queued(x_TD, weight), None, x_TD.dtype)
+    assert bias_F is None or offset is not None, f"{weight.name} is managed and its bias is not"
+    of_bias = None if offset is None else queued(x_TD, offset)
+    return _Linear.apply(x_TD, queued(x_TD, weight), of_bias, x_TD.dtype)
 
 
 def linears(x_TD: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
