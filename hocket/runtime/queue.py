@@ -50,11 +50,6 @@ class Ticket:
         """Whether waiting for this also waits for `earlier`: both were recorded on one stream."""
         return self._recorded_on == earlier._recorded_on
 
-    def __del__(self) -> None:
-        # Safe to reuse: a stream that waits for the event waits for its last record before the wait.
-        if self._event is not None:
-            self._queue._events.append(self._event)
-
 
 class Queue:
     """An ordered queue of work; on a GPU a high-priority stream. See Note: [Queue semantics]."""
@@ -62,7 +57,6 @@ class Queue:
     def __init__(self, name: str, device: torch.device | str) -> None:
         self.name, self.device = name, torch.device(device)
         self._stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
-        self._events: list[torch.cuda.Event] = []
         self._pending: deque[tuple[Ticket, Pending]] = deque()
 
     def __repr__(self) -> str:
@@ -156,7 +150,7 @@ class Queue:
 
     def _record(self, ticket: Ticket, stream: torch.cuda.Stream) -> None:
         """Record a ticket on `stream`, the current one."""
-        ticket._event = self._events.pop() if self._events else torch.cuda.Event()
+        ticket._event = torch.cuda.Event()
         ticket._event.record(stream)
         ticket._recorded_on = stream.cuda_stream
 

@@ -63,19 +63,6 @@ def test_a_mark_holds_a_queue_back_until_the_caller_has_read(device):
     assert (after == 2).all()
 
 
-def test_events_are_reused_only_when_nobody_can_wait_for_them(device):
-    queue, out = Queue("gather", device), torch.zeros(8, N // 8, device=device)
-    kept = [queue.submit(str(i), slow_fill(out[i], i + 1)) for i in range(8)]
-    assert len({id(ticket._event) for ticket in kept}) == 8
-    for _ in range(50):
-        queue.submit("again", lambda: None)
-    assert len(queue._events) <= 1
-    kept[-1].wait()
-    seen = out.clone()
-    torch.cuda.synchronize()
-    assert seen.mean(1).tolist() == list(range(1, 9))
-
-
 def test_staging_buffers_are_written_behind_their_last_reduction(device):
     queue = Queue("reduce", device)
     staging = StagingMemory(2, torch.float32, device, queue.caller)
