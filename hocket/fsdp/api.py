@@ -168,7 +168,7 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
         raise ValueError(f"max_norm={max_norm!r} must be a number, 0 or above")
     refuse_early(context, "clip_grad_norm_")
     context.finish_step()
-    groups = [group for group in context.param_groups if group.trainable and group.has_grad]
+    groups = [group for group in context.param_groups if group.has_grad]
     square = torch.zeros(1, dtype=torch.float64, device=context.device)
     for group in groups:
         group.tidy()

@@ -277,23 +277,17 @@ class ShardContext:
                     group.bind(group.weight)
                 else:
                     unit.use(group, FullBuffer(group.layout.total, group.compute_dtype, group.device))
-        self._place_gradients(self.options.staging)
-
-    def _place_gradients(self, count: int) -> None:
-        """Assign staging memory, shared by all units that reduce over the same ranks.
-
-        Units that contain others get their own: they collect gradients while these run, and would block a buffer.
-        """
+        # Staging memory is shared by all units that reduce over the same ranks. Units that contain others get their
+        # own: they collect gradients while these run, and would block a buffer.
         users: dict[object, list[tuple[Unit, ParamGroup]]] = {}
         for unit in self.units:
             for group in unit.groups:
-                if group.trainable:
-                    key = unit if unit.contains_units else None, group.groups.reduce, group.formats.wire
-                    users.setdefault(key, []).append((unit, group))
+                key = unit if unit.contains_units else None, group.groups.reduce, group.formats.wire
+                users.setdefault(key, []).append((unit, group))
         self._staging = {}
         for alike in users.values():
             unit, group = alike[0]
-            number = len(alike) if unit.contains_units else count
+            number = len(alike) if unit.contains_units else self.options.staging
             memory = StagingMemory(number, group.formats.wire, group.device, self.reducing.caller)
             self._staging |= dict.fromkeys((one for _, one in alike), memory)
 
@@ -344,12 +338,6 @@ class ShardContext:
         self.ahead.explicit[unit, backward] = units
         if self._residency.units is not None:
             self._residency.units = max(self._residency.units, len(units) + 1)
-
-    def stage_anew(self) -> None:
-        """Reassign staging memory after a change of trained parameters."""
-        self.finish_step()
-        count = max((staging.count for staging in self._staging.values()), default=self.options.staging)
-        self._place_gradients(count)
 
     def staging_count(self, count: int) -> None:
         for staging in set(self._staging.values()):

@@ -97,8 +97,6 @@ class Unit:
             group.make_grads = partial(self._make_grads, group)
             group.let_grads_go = partial(self._let_grads_go, group)
             group.changed_by = partial(self._train, group)
-        self.see: Callable[[nn.Parameter], None] = lambda param: None
-        """Tells a driver to watch a parameter that is trained again."""
         self._place = {m.param: (g, i) for g in self.groups for i, m in enumerate(g.members)}
 
     def __str__(self) -> str:
@@ -382,12 +380,7 @@ class Unit:
                 f"requires_grad of {group.members[index].name} is set between a forward and its backward: set it "
                 f"before the forward"
             )
-        if trains and not group.trainable:
-            group.trainable = True
-            self.context.stage_anew()
         group.train(index, trains)
-        if trains:
-            self.see(group.members[index].param)
 
     def forget_graphs_since(self, backward: int) -> None:
         """At the end of a backward: drop invocations of graphs made inside of it, which have no backward.
