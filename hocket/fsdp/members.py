@@ -21,10 +21,11 @@ first, whose gather and reduction are exposed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -221,10 +222,6 @@ def _local(value: Tensor) -> Tensor:
     return getattr(value, "_local_tensor", value).detach()
 
 
-_subclasses: dict[tuple[type[nn.Module], type | None], type[nn.Module]] = {}
-_originals: dict[type[nn.Module], type[nn.Module]] = {}
-
-
 def watch_reads(module: nn.Module, methods: type | None = None) -> None:
     """Give a module with managed parameters the subclass of Note: [Two faces of a parameter].
 
@@ -232,30 +229,34 @@ def watch_reads(module: nn.Module, methods: type | None = None) -> None:
     """
     if any(isinstance(param, ShardedParameter) for param in module._parameters.values()):
         module.__dict__["_parameters"] = Managed(module._parameters)
-    cls = type(module)
-    if cls in _originals and (methods is None or issubclass(cls, methods)):
-        return
-    cls = _originals.get(cls, cls)
-    if (cls, methods) not in _subclasses:
-        new = _subclasses[cls, methods] = _subclass(cls, methods)
-        _originals[new] = cls
-    module.__class__ = _subclasses[cls, methods]
+    cls = vars(type(module)).get("_hocket_original")
+    if cls is None or (methods is not None and not isinstance(module, methods)):
+        module.__class__ = _subclass(cls or type(module), methods)
 
 
+@functools.cache
 def _subclass(cls: type[nn.Module], methods: type | None) -> type[nn.Module]:
-    def getattr_(self: nn.Module, name: str) -> Any:
-        found = cls.__getattr__(self, name)
+    # The name stays: transformers looks classes up by it.
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_hocket_original": cls}
+    return type(cls.__name__, (_Sharded, cls) if methods is None else (_Sharded, methods, cls), body)
+
+
+class _Sharded(nn.Module):
+    """What a module with managed parameters, or of a unit, does otherwise than its class."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
         read = getattr(found, "read_on_demand", None) if isinstance(found, nn.Parameter) else None
         full = None if read is None else read()
         return found if full is None else full
 
-    def reduce(self: nn.Module, protocol: int) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(
-            f"a sharded {cls.__name__} can't be pickled or copied, since this rank holds a part of each weight only: "
-            f"save it with hocket.checkpoint.save, or copy the model before it is sharded"
+            f"a sharded {type(self).__name__} can't be pickled or copied, since this rank holds a part of each weight "
+            f"only: save it with hocket.checkpoint.save, or copy the model before it is sharded"
         )
 
-    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         for key, shard in self._parameters.items():
             if isinstance(shard, ShardedParameter):
                 group = shard.group
@@ -265,7 +266,7 @@ def _subclass(cls: type[nn.Module], methods: type | None) -> type[nn.Module]:
                     group.valueless = False  # to_empty(): initial values follow
                 elif new.dtype != part.dtype or new.data_ptr() != part.data_ptr():
                     raise ValueError(
-                        f"a sharded {cls.__name__} can't be moved or converted ({key} from {part.dtype} on "
+                        f"a sharded {type(self).__name__} can't be moved or converted ({key} from {part.dtype} on "
                         f"{part.device} to {new.dtype} on {new.device}): do that before hocket.fully_shard, where "
                         f"dtypes are Precision(...)"
                     )
@@ -273,13 +274,13 @@ def _subclass(cls: type[nn.Module], methods: type | None) -> type[nn.Module]:
         kept = self._parameters
         self.__dict__["_parameters"] = {k: v for k, v in kept.items() if not isinstance(v, ShardedParameter)}
         try:
-            return cls._apply(self, fn, recurse)
+            return super()._apply(fn, recurse)
         finally:
             dict.update(kept, self._parameters)
             self.__dict__["_parameters"] = kept
 
-    def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        cls._save_to_state_dict(self, destination, prefix, keep_vars)
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         for key, shard in self._parameters.items():
             if isinstance(shard, ShardedParameter) and not keep_vars:
                 full = self.__dict__.get(key)
@@ -287,20 +288,14 @@ def _subclass(cls: type[nn.Module], methods: type | None) -> type[nn.Module]:
                 kept = shard.like(shard.group.locals[shard.position])
                 destination[prefix + key] = full.detach().clone() if gathered else kept
 
-    def load(self: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        state = dict(state)
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        state = dict(state_dict)
         for key, shard in self._parameters.items():
             found = state.get(prefix + key)
             if isinstance(shard, ShardedParameter) and isinstance(found, Tensor) and found is not shard:
                 _load(shard, found, prefix + key)
                 state[prefix + key] = shard
-        cls._load_from_state_dict(self, state, prefix, *rest)
-
-    # The name stays: transformers looks classes up by it.
-    body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_hocket_original": cls}
-    body |= {"__getattr__": getattr_, "__reduce_ex__": reduce}
-    body |= {"_apply": apply, "_load_from_state_dict": load, "_save_to_state_dict": save}
-    return type(cls.__name__, (cls,) if methods is None else (methods, cls), body)
+        super()._load_from_state_dict(state, prefix, *rest)
 
 
 def guard_saving(module: nn.Module) -> None:
