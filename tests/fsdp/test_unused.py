@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hocket
-from hocket.fsdp.same_order import UnusedGradients
-from hocket.fsdp.shard_grads import Usage
+from hocket.fsdp.unused import UnusedGradients, Usage
 from tests.fsdp.test_parity import train
 from tests.fsdp.twin import Case, mesh_of, naming, variants
 from tests.helpers.parity import LINEAR
