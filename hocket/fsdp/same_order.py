@@ -55,7 +55,7 @@ class SameOrder:
         self.models = self.count = self.asked = self._history = 0
         self._past: list[str] = []  # the last ones
         self._period = 0  # the next one is expected to be that of so many before; 0: unknown
-        self._open = ""  # key that counts the ranks that have come to the last one asked for
+        self._open = ""  # key that the last rank sets where all were asked
 
     def note(self, what: str) -> None:
         """The next collective is issued."""
@@ -67,8 +67,9 @@ class SameOrder:
         if not expected:
             self._period = self._last_time(ALIKE) or self._last_time(1)
             self.asked += 1
-            self._open = f"{self.count} {self._history}"
-            self.store.add(self._open, 1)
+            self._open = f"all {self.count} {self._history}"
+            if self.store.add(f"{self.count} {self._history}", 1) == len(self.ranks):
+                self.store.set(self._open, "")
         if len(past) > 2 * LONGEST:
             del past[:LONGEST]
 
@@ -86,7 +87,7 @@ class SameOrder:
         if not self._open:
             return
         late = f"rank {self.rank} is about to {self._past[-1]}, and other ranks have not come there"
-        for _ in waiting(lambda: self.store.add(self._open, 0) == len(self.ranks), lambda: late):  # and at earlier ones
+        for _ in waiting(lambda: self.store.check([self._open]), lambda: late):  # covers all earlier ones
             for other in self.ranks:
                 theirs = json.loads(self.store.get(f"{other}")) if self.store.check([f"{other}"]) else {}
                 for number, what in self._last().items():

@@ -190,18 +190,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _sum_wgrad(g_RF: Tensor, out_F: Tensor, add: bool, scale: float) -> None:
-    """Write the sum of the rows of `g` to `out`, or add it."""
-    if add or scale != 1.0 or out_F.dtype != g_RF.dtype:
-        put(g_RF.sum(0), out_F, add, scale)
-    else:
-        torch.sum(g_RF, 0, out=out_F)
-
-
-def _input_gradient(g_RF: Tensor, x_RD: Tensor, weight_FD: Tensor) -> Tensor:
-    """`g @ weight`, laid out like `x`, as autograd does it: bits may depend on the layout of the operands."""
-    if x_RD.dim() == 2 and x_RD.stride() == (1, x_RD.shape[0]):
-        return (weight_FD.t() @ g_RF.t()).t()
-    return g_RF @ weight_FD
+    put(g_RF.sum(0), out_F, add, scale)
 
 
 def _score_wgrad(x_TD: Tensor, g_TE: Tensor, out_ED: Tensor, add: bool, scale: float) -> None:
@@ -234,7 +223,7 @@ class _Linear(torch.autograd.Function):
             return None, None, None, None
         (x,) = ctx.saved_tensors
         weight_FD = _as(ctx.where.value(), ctx.dtype)
-        dx = _as(_input_gradient(g, x, weight_FD), x.dtype) if ctx.needs_input_grad[0] else None
+        dx = _as(g @ weight_FD, x.dtype) if ctx.needs_input_grad[0] else None
         write = partial(_linear_wgrad, x.detach(), g, ctx.dtype)
         # A gradient in a wider dtype than weights have is rounded to theirs before anything is added.
         work = Product(write) if ctx.dtype == x.dtype else partial(write, add=False, scale=1.0)
