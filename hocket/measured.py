@@ -25,7 +25,7 @@ from hocket_trace.table import headline, warnings
 VERSION = 2
 """Of what a trace says about its run. Changes whenever a part of it changes its meaning."""
 
-WORK = ("model", "mesh", "train.sequences", "precision.compute", "data.sequence_length")
+WORK = ("model", "mesh", "train.sequences", "precision.compute", "precision.fp8", "data.sequence_length")
 """Settings, or whole sections of them, that say what one op of a plan has to do."""
 
 WAYS = (
