@@ -25,13 +25,12 @@ from hocket_trace.table import headline, warnings
 VERSION = 2
 """Of what a trace says about its run. Changes whenever a part of it changes its meaning."""
 
-WORK = ("model", "mesh", "train.sequences", "precision.compute", "precision.fp8", "data.sequence_length")
+WORK = ("model", "mesh", "train.sequences", "precision.compute", "data.sequence_length")
 """Settings, or whole sections of them, that say what one op of a plan has to do."""
 
 WAYS = (
     "plan.loss_pieces", "overlap.dp.strategy", "overlap.ep.copies", "overlap.ep.splits",
-    "overlap.ep.room", "overlap.tp", "precision.gather", "precision.wire", "train.transport",
-    "network",
+    "overlap.ep.room", "overlap.tp", "precision", "train.transport", "network",
 )  # fmt: skip
 """Settings, or whole sections of them, that say how an op of a plan does what it has to."""
 

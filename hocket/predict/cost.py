@@ -28,7 +28,7 @@ from typing import Any
 
 from hocket.config import COPIED, Config, ModelConfig, Purpose
 from hocket.predict.arrivals import rows_allowed, rows_evenly
-from hocket.predict.hardware import Hardware, Work, at_clock, clock_of
+from hocket.predict.hardware import KIND_OF_GROUPS, Hardware, Work, at_clock, clock_of
 from hocket.predict.part_sizes import (
     DRAWN,
     ISSUED,
@@ -535,12 +535,6 @@ def carried_by(key: CostKey, layout: Layout) -> Purpose | None:
 # simulator believes] in `simulate.py` says what the simulator makes of it.
 
 
-_PURPOSES: Mapping[Kind, Purpose] = {
-    "gather": "gather_dense", "reduce": "reduce_dense", "a2a": "a2a", "pp": "pp_fwd", "cp": "cp",
-}  # fmt: skip
-"""Each kind of communication that runs beside compute, with one of its groups."""
-
-
 def overheads_of(config: Config, hardware: Hardware, ops: Iterable[CostKey]) -> Overheads:
     """The overheads of a step of these ops.
 
@@ -557,11 +551,9 @@ def issued(config: Config, hardware: Hardware) -> float:
 
 
 def _contention(config: Config, hardware: Hardware) -> Mapping[Kind, float]:
-    factors: dict[Kind, float] = {
-        kind: hardware.beside_copies if _copied(config, purpose) else hardware.beside_kernels
-        for kind, purpose in _PURPOSES.items()
-        if config.train.transport != "null"
-    }
+    factors: dict[Kind, float] = {}
+    for purpose, kind in KIND_OF_GROUPS.items() if config.train.transport != "null" else ():
+        factors.setdefault(kind, hardware.beside_copies if _copied(config, purpose) else hardware.beside_kernels)
     if config.overlap.dp.update == "next_step":
         factors[UPDATES] = hardware.beside_updates
     return {kind: factor for kind, factor in factors.items() if factor}
