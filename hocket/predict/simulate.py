@@ -81,7 +81,7 @@ class OpCost:
     handed_bytes: int = 0
     """Bytes added to the output if the forward is recomputed."""
     lent_bytes: int = 0
-    """Of a reader: saved bytes that it does not keep if they are made again. Of their maker: what the reader makes then."""
+    """Of a reader: saved bytes that it does not keep if they are made again. Of their maker: what readers make then."""
     inner_seconds: Time = 0.0
     """Of `seconds`: in which the op waits for tensor-parallel peers."""
     inner_bytes: int = 0
