@@ -21,7 +21,7 @@ from typing import Any
 from hocket.collector import without_collector
 from hocket.config import Config
 from hocket.config.model import described
-from hocket.config.overlap import TENSOR as METHOD
+from hocket.config.overlap import TENSOR as TP_METHOD
 from hocket.config.rule import Host, Rule, leaf, problem, show
 from hocket.config.schema import DEFAULTS, Implied, changed, impossible, source, types
 from hocket.decision import Choice, Decision
@@ -170,7 +170,7 @@ def _priced(config: Config, decisions: list[Decision], host: Host, origins: Mapp
     config = _add(config, decisions, choose_hardware(config, host, origins))
     config = _add(config, decisions, choose_network(config, host))
     tensor = choose_tensor(config, host)
-    return _add(changed(config, {METHOD: ("auto",)}) if tensor else config, decisions, tensor)
+    return _add(changed(config, {TP_METHOD: ("auto",)}) if tensor else config, decisions, tensor)
 
 
 def _settled(

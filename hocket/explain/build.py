@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from hocket.collector import without_collector
 from hocket.config import Purpose
 from hocket.config.optimizer import samples, weight_groups
-from hocket.config.overlap import CONTEXT as METHOD
+from hocket.config.overlap import CONTEXT as CP_METHOD
 from hocket.config.overlap import DIRECTIONS, ROLES
-from hocket.config.overlap import TENSOR as METHODS
+from hocket.config.overlap import TENSOR as TP_METHOD
 from hocket.config.precision import FROM, PRECISION_RULES
 from hocket.config.rule import Host, problem
 from hocket.config.schema import changed, command_words, digest, source
@@ -97,12 +97,12 @@ def _tensor(s: Settings) -> Iterator[Overlap]:
     if s.mesh.tp == 1:
         yield _row(s, "tp", "rows gathered and reduced around products", "mesh.tp", lacks="mesh.tp is 1")
         return
-    reasons = [reason for d in s.decisions if d.setting == METHODS for reason in d.reasons]
+    reasons = [reason for d in s.decisions if d.setting == TP_METHOD for reason in d.reasons]
     for role, direction in itertools.product(ROLES, DIRECTIONS):
         under, start = _METHODS.get(s.overlap.tp.way(role, direction), ""), f"{role}_{direction}: "
         why = next((reason.removeprefix(start) for reason in reasons if reason.startswith(start)), "")
-        row = _row(s, "tp", f"{_PRODUCTS[role]}, {direction}", METHODS, under)
-        where = AUTOMATIC if why else source(s, s.origins, METHODS)
+        row = _row(s, "tp", f"{_PRODUCTS[role]}, {direction}", TP_METHOD, under)
+        where = AUTOMATIC if why else source(s, s.origins, TP_METHOD)
         yield replace(row, why=why or ("" if under else "as asked"), source=where)
 
 
@@ -112,7 +112,7 @@ def _context(s: Settings) -> Iterator[Overlap]:
     if s.mesh.cp == 1:
         yield _row(s, "cp", keys, "mesh.cp", lacks="mesh.cp is 1")
     elif s.overlap.cp.method == "gather":
-        yield _row(s, "cp", keys, METHOD, "queries; weight gradients of attention", kind="cp")
+        yield _row(s, "cp", keys, CP_METHOD, "queries; weight gradients of attention", kind="cp")
         if recomputes(s, GATHERED):
             again, under = (
                 "keys and values gathered again, for backward",
@@ -121,11 +121,11 @@ def _context(s: Settings) -> Iterator[Overlap]:
             yield _row(s, "cp", again, "plan.recompute", under, kind="cp")
     else:
         own = "keys and values of heads exchanged, and their gradients"
-        yield _row(s, "cp", own, METHOD, "queries; their weight gradients", kind="cp")
+        yield _row(s, "cp", own, CP_METHOD, "queries; their weight gradients", kind="cp")
         why = "but for gradients of results, beside weight gradients of attention's output, nothing is beside them"
         merged = s.overlap.ep.merge == "on"
         under, why = ("the other half of a merged step", "") if merged else ("", why)
-        yield _row(s, "cp", "queries and results of heads exchanged, and their gradients", METHOD, under, why, "cp")
+        yield _row(s, "cp", "queries and results of heads exchanged, and their gradients", CP_METHOD, under, why, "cp")
 
 
 def _data(s: Settings) -> Iterator[Overlap]:

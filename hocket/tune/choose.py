@@ -61,7 +61,7 @@ from itertools import accumulate, chain, combinations, pairwise
 from typing import Any, NamedTuple, get_args
 
 from hocket.config import COPIED, Config, Strategy, Switch
-from hocket.config.overlap import CONTEXT as METHOD
+from hocket.config.overlap import CONTEXT as CP_METHOD
 from hocket.config.rule import Host, leaf, show
 from hocket.config.schema import changed
 from hocket.decision import AUTOMATIC, Choice
@@ -300,7 +300,7 @@ class Knob(NamedTuple):
 _UPDATE, _COPIES, _STAGES = "overlap.dp.update", "overlap.ep.copies", "plan.layers_per_stage"
 _OFFLOAD, _RECOMPUTE, _LOSS = "plan.offload", "plan.recompute", "plan.loss_pieces"
 KNOBS: tuple[Knob, ...] = (
-    Knob(METHOD, _contexts),
+    Knob(CP_METHOD, _contexts),
     Knob(_COPIES, _copies),
     Knob("overlap.dp.strategy", _strategies, prefer=lambda step: step.moved),
     Knob("precision.gather", lambda c, h, trials: (["fp8", "bf16"], ""), worth=0.0),

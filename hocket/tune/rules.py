@@ -40,7 +40,7 @@ from hocket.variables import no_copies
 TRANSPORT, GRAPHS, SPLITS = "train.transport", "plan.graphs", "overlap.ep.splits"
 CHOSEN_BY_IT = TRANSPORT, "overlap.dp.update"
 """Settings that are chosen anew if copy engines turn out not to work."""
-_COPIES = "copy_engine"
+_COPY_ENGINE = "copy_engine"
 _BY_HOST = "host", "room for as many rows as come; splits that the device alone knows pay in replayed steps"
 _LATE = 0.75
 """A host counts as late if it needs more than this share of the GPUs' time: some hosts are a third slower than
@@ -68,14 +68,14 @@ def choose_transport(c: Config, h: Host) -> tuple[str, str]:
     if reason := next((reason for reason, there in reasons.items() if there), ""):
         return "nccl", reason
     reach = ", which reach" if h.gpu else "; hocket assumes that they reach"
-    return _COPIES, f"{c.mesh.world} ranks on GPUs of one host{reach} each other's memory" + (
+    return _COPY_ENGINE, f"{c.mesh.world} ranks on GPUs of one host{reach} each other's memory" + (
         "" if h.gpu else ", without a check"
     )
 
 
 def _served(c: Config) -> Iterator[Purpose]:
     """The purposes of groups that copy engines would serve and that something is sent on."""
-    for purpose in COPIED[_COPIES]:
+    for purpose in COPIED[_COPY_ENGINE]:
         if c.model.has_experts or not (purpose == "a2a" or purpose.endswith("_experts")):
             yield purpose
 
@@ -87,7 +87,7 @@ def _host_against(h: Host) -> str:
 
 def chose_copies(c: Config, decisions: Collection[Decision]) -> bool:
     """Whether hocket chose copy engines, without a user's demand for them."""
-    return c.train.transport == _COPIES and any(d.setting == TRANSPORT and d.chosen for d in decisions)
+    return c.train.transport == _COPY_ENGINE and any(d.setting == TRANSPORT and d.chosen for d in decisions)
 
 
 def lost_copies(h: Host, decisions: Collection[Decision]) -> Iterator[str]:
@@ -105,14 +105,14 @@ def transport_that_fits(c: Config, h: Host, trials: Trials, open_: Collection[st
     open. `c` is sound.
     """
     memory = memory_of(c, h)
-    if TRANSPORT not in open_ or c.train.transport != _COPIES or not memory or trials.step(c).fits(memory):
+    if TRANSPORT not in open_ or c.train.transport != _COPY_ENGINE or not memory or trials.step(c).fits(memory):
         return
     nccl = changed(c, {TRANSPORT: "nccl"})
     for setting, value, _ in graphs_that_pay(nccl, h, trials, open_):
         nccl = changed(nccl, {setting: value} if setting in open_ else {})
     lean = changed(nccl, {"plan.recompute": recomputable(c.model.kinds())})
     for tried in (nccl, lean) if c.plan.recompute == ("auto",) else (nccl,):
-        copied, plain = trials.step(changed(tried, {TRANSPORT: _COPIES})), trials.step(tried)
+        copied, plain = trials.step(changed(tried, {TRANSPORT: _COPY_ENGINE})), trials.step(tried)
         if copied.fits(memory):
             return
         if plain.fits(memory):
