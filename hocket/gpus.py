@@ -52,6 +52,13 @@ class Gpu:
     source: str
 
     @property
+    def fp32_share(self) -> float:
+        """FLOPs of fp32 products over those of bf16 ones. Without TF32, which hocket leaves off, they run on the fp32
+        units of a processor: 64 of an A100's, 128 of newer ones' and of MI300X's.
+        """
+        return (128 if self.capability == (8, 0) else 256) / self.cycle
+
+    @property
     def sheet_clock(self) -> float:
         """The clock in Hz at which `flops` come out."""
         return self.flops / (self.processors * self.cycle)

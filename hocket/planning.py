@@ -13,11 +13,11 @@ from hocket.predict.arrivals import arrival_bytes
 from hocket.predict.cost import CostTable, carried_by, costs_of, issued, overheads_of, varied
 from hocket.predict.hardware import LATENCY, Hardware, adapter_times, crossing, hardware_of
 from hocket.predict.part_sizes import attending
-from hocket.predict.simulate import Timeline, cost_key, simulate
+from hocket.predict.simulate import Timeline, cost_key, ends_step, simulate
 from hocket.program.documents import Lengths, as_read, by_documents, deals, dealt, merged, works_of
 from hocket.program.lower import build_program
 from hocket.program.mesh import described
-from hocket.program.ops import Program
+from hocket.program.ops import Op, Program
 from hocket.program.stages import layout_of, sharding_of
 from hocket.program.text import to_text
 from hocket.resolve import GPU, Settings
@@ -124,7 +124,13 @@ def adapter_seconds(settings: Settings, program: Program, costs: CostTable) -> f
         + cost.inner_bytes * each.get("tp", 0.0)
         for key, cost in costs.table.items()
     }
-    return max(sum(seconds.get(cost_key(op, kinds), 0.0) for op in ops) for ops in program.ranks)
+    once = {key: cost.once_bytes * each.get("replicas", 0.0) for key, cost in costs.table.items()}
+
+    def of(op: Op) -> float:
+        key = cost_key(op, kinds)
+        return seconds.get(key, 0.0) + (once.get(key, 0.0) if ends_step(op, program) else 0.0)
+
+    return max(sum(map(of, ops)) for ops in program.ranks)
 
 
 def report(settings: Settings, program: Program, hardware: Hardware, width: int, ops: int) -> str:

@@ -454,15 +454,14 @@ def costs_of(config: Config, hardware: Hardware, documents: Lengths = (), sizes:
 def _sum_over_replicas(table: dict[CostKey, OpCost], config: Config, hardware: Hardware) -> None:
     """Add what sums a step's gradients over replicas of the weights, in fp32.
 
-    That is once a step, after the reduces of the last microbatch. Here every microbatch's has its share, so what a
-    step's end has of it is underrated.
+    That is once a step: a unit's reduce in the last microbatch does both.
     """
     link, replicas = hardware.link("replicas"), config.mesh.replicas
     for key, cost in table.items():
         if key[0] == "reduce":
             kept = table["update", *key[1:]].output_bytes  # the rank's gradients of the unit
-            seconds = link.seconds(2 * kept * (replicas - 1) / replicas)
-            table[key] = replace(cost, seconds=cost.seconds + seconds / config.train.microbatches)
+            moved = 2 * kept * (replicas - 1) / replicas
+            table[key] = replace(cost, once_seconds=link.seconds(moved), once_bytes=moved)
 
 
 def _place_rows(table: dict[CostKey, OpCost], config: Config, layout: Layout) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hocket.config import Config, MeshConfig, Purpose
 from hocket.files import json_in
@@ -444,6 +444,10 @@ def hardware_of(config: Config) -> Hardware:
     if name == "auto":
         name = "laptop" if config.precision.compute == "fp32" else "h200"
     hardware = read_measured(name).applied(name) if name.endswith(".json") else HARDWARE[name]
+    if config.precision.compute == "fp32" and name in GPUS:
+        rates = ("peak_flops", "gemm_flops", "attention_fwd_flops", "attention_bwd_flops", "wave_flops")
+        share = GPUS[cast(GpuName, name)].fp32_share
+        hardware = replace(hardware, **{rate: share * getattr(hardware, rate) for rate in rates})
     if _is_exchange(config, "cp"):
         hardware = replace(hardware, links={"cp": hardware.link("a2a"), **hardware.links})
     return on_hosts(hardware, config)

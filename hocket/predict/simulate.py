@@ -82,6 +82,10 @@ class OpCost:
     """Bytes added to the output if the forward is recomputed."""
     lent_bytes: int = 0
     """Of a reader: saved bytes that it does not keep if they are made again. Of their maker: what readers make then."""
+    once_seconds: Time = 0.0
+    """Beyond `seconds`, of a reduce in a step's last microbatch: it sums the gradients over replicas."""
+    once_bytes: float = 0.0
+    """What that moves over a rank's link."""
     inner_seconds: Time = 0.0
     """Of `seconds`: in which the op waits for tensor-parallel peers."""
     inner_bytes: int = 0
@@ -428,7 +432,18 @@ def times(program: Program, costs: Costs) -> tuple[list[Time], list[Time]]:
 
 
 def _durations(program: Program, costs: Costs) -> list[Time]:
-    return [0 if op.verb == "send" else costs.of(op).seconds for ops in program.ranks for op in ops]
+    found = list[Time]()
+    for op in (op for ops in program.ranks for op in ops):
+        cost = costs.of(op)
+        if cost.once_seconds and ends_step(op, program):
+            cost = replace(cost, seconds=cost.seconds + cost.once_seconds)
+        found.append(0 if op.verb == "send" else cost.seconds)
+    return found
+
+
+def ends_step(op: Op, program: Program) -> bool:
+    """Whether a reduce is that of a step's last microbatch."""
+    return op.verb == "reduce" and op.microbatch == program.microbatches - 1
 
 
 def _usage(ops: Sequence[Op], spans: Sequence[Span], makespan: Time, own: Sequence[Kind]) -> Usage:

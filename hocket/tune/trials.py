@@ -340,8 +340,12 @@ def told(ways: Sequence[Changes], steps: Sequence[Predicted], found: int, large:
     text = f"{count} {duration(mine.seconds)}"
     if found:
         more = mine.nbytes - beside.nbytes if memory else 0
-        bytes_ = f", {gib(abs(more))} {'more' if more > 0 else 'less'}" if abs(more) >= 2**30 else ""
-        text += f" instead of {duration(beside.seconds)} with {_name(ways[other], ways[found])}{bytes_}"
+        than = f"with {_name(ways[other], ways[found])}"
+        if duration(mine.seconds) == duration(beside.seconds):  # so what it moves has decided
+            text += f", as {than}, and move {gib(mine.moved)} instead of {gib(beside.moved)}"
+        else:
+            text += f" instead of {duration(beside.seconds)} {than}"
+        text += f", in {gib(abs(more))} {'more' if more > 0 else 'less'} memory" if abs(more) >= 2**30 else ""
     elif other:
         text += f", with {_name(ways[other], ways[found])} {duration(beside.seconds)}"
     if found in large:

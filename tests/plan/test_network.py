@@ -14,10 +14,10 @@ from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.explain.build import simulated, units
 from hocket.machine import host_for_plan
-from hocket.planning import as_json, network, program_of, report
+from hocket.planning import adapter_seconds, as_json, network, predict, program_of, report
 from hocket.predict.cost import CostTable, costs_of
 from hocket.predict.hardware import H200, HARDWARE, STEP, Spread, crossing, hardware_of, hosts_of, spread_of
-from hocket.predict.simulate import simulate
+from hocket.predict.simulate import ends_step, simulate
 from hocket.program.mesh import Mesh
 from hocket.program.ops import Program
 from hocket.recipes import recipe
@@ -73,7 +73,7 @@ def test_where_sixty_thousand_ranks_are_is_known_at_once() -> None:
 
 
 def test_weights_that_a_host_shares_are_gathered_inside_of_it() -> None:
-    """Only the sum over replicas crosses hosts, with 8 bytes per element of a shard for each microbatch's reduce."""
+    """Only the sum over replicas crosses hosts, with 8 bytes per element of a shard, once a step."""
     wide = settled("llama3_8b", mesh__pp=1, mesh__dp=64, plan__chunks=1, train__microbatches=4)
     narrow = settled("llama3_8b", mesh__pp=1, mesh__dp=64, mesh__shard=8, plan__chunks=1, train__microbatches=4)
     assert crossing(wide)["gather_dense"] == Spread(64, 8, 8)
@@ -87,7 +87,20 @@ def test_weights_that_a_host_shares_are_gathered_inside_of_it() -> None:
     alone = costs_of(changed(narrow, {"mesh.dp": 8, "mesh.shard": 0}), H200).table["reduce", *key].seconds
     kept = after.table["update", *key].output_bytes
     sums = hardware_of(narrow).link("replicas").seconds(2 * kept * 7 / 8)
-    assert after.table["reduce", *key].seconds == pytest.approx(alone + sums / 4)
+    assert after.table["reduce", *key].seconds == alone
+    assert after.table["reduce", *key].once_seconds == pytest.approx(sums)
+
+
+def test_the_sum_over_replicas_ends_a_step() -> None:
+    """Nothing computes beside most of it where the network is slow, and each rank's adapter carries all of it."""
+    sizes = {"mesh__pp": 1, "mesh__dp": 16, "plan__chunks": 1, "model__layers": 4, "train__microbatches": 4}
+    found = settled("llama3_8b", **sizes, mesh__shard=8, network__link="1GB/s")
+    program, costs = program_of(found), costs_of(found, hardware_of(found))
+    times, counted = predict(found, program, hardware_of(found)), len(found.model.kinds()) + 2
+    kept = sum(costs.of(op).once_bytes for op in program.ranks[0] if ends_step(op, program))
+    assert sum(ends_step(op, program) for op in program.ranks[0]) == counted
+    assert adapter_seconds(found, program, costs) == pytest.approx(kept / 1e9, rel=1e-3)
+    assert times.ranks[0].exposed["reduce"] > 0.8 * kept / 1e9
 
 
 def test_links_of_one_host_are_those_of_the_hardware() -> None:
