@@ -24,8 +24,8 @@ from hocket.config.optimizer import unmatched
 from hocket.engine import Engine
 from hocket.fsdp.planned.optimizer import AVERAGES
 from hocket.fsdp.saving.background import tell_all
+from hocket.fsdp.saving.boxes import Boxes
 from hocket.fsdp.saving.checkpoint import MODEL, OPTIMIZER, CheckpointReader, write_now_or_behind
-from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.fsdp.saving.state import differences
 from hocket.kernels import IGNORED
 from hocket.model.documents import Documents, Microbatch
@@ -269,14 +269,14 @@ class PlannedStep:
     def _weights(self) -> dict[str, Tensor]:
         """The main weights that this rank keeps, and buffers: live tensors."""
         mine = {
-            self.parameters[name][0]: s.piece.tensor(s.piece.main) for name, s in self.engine.optimizer.state.items()
+            self.parameters[name][0]: s.piece.boxes(s.piece.main) for name, s in self.engine.optimizer.state.items()
         }
         return {**mine, **self.buffers, **self.engine.balance.biases()}
 
-    def _averages(self) -> dict[str, FlatTensor]:
+    def _averages(self) -> dict[str, Boxes]:
         """The optimizer's averages that this rank keeps: live tensors, by torch's names of them."""
         return {
-            f"state.{self.parameters[name][0]}.{key}": state.piece.tensor(getattr(state, key))
+            f"state.{self.parameters[name][0]}.{key}": state.piece.boxes(getattr(state, key))
             for name, state in self.engine.optimizer.state.items()
             for key in AVERAGES
         }

@@ -37,7 +37,6 @@ from hocket.fsdp.saving import background
 from hocket.fsdp.saving.atomic_folder import clean_up, free, remove, shown
 from hocket.fsdp.saving.background import Saving, wait_for_thread
 from hocket.fsdp.saving.checkpoint import METADATA, CheckpointReader, CheckpointWriter, write
-from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world, together
 from hocket.train.runs import changes, stored, told
@@ -160,7 +159,7 @@ TextUpTo = Callable[[int], str]
 OfRanks = dist.ProcessGroup | None
 """The ranks that talk to each other; None is all of them."""
 
-State = dict[str, FlatTensor]
+State = dict[str, Any]
 """This rank's part of the state, by kind and name such as `weight.embed.weight`. Ranks may give the same elements."""
 
 

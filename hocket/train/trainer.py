@@ -17,8 +17,6 @@ from hocket.engine import Engine
 from hocket.engine.engine import blame
 from hocket.environment import available_memory
 from hocket.fsdp.saving.background import copied_bytes
-from hocket.fsdp.saving.inventory import FlatTensor
-from hocket.layers.slices import Span
 from hocket.model.context import imbalance_of
 from hocket.model.documents import Microbatch, documents_of, to_device
 from hocket.model.transformer import parameter_counts
@@ -350,12 +348,12 @@ class Trainer:
         found: State = {}
         for s in optimizer.state.values():
             for kind, flat in (("weight", s.piece.main), ("exp_avg", s.exp_avg), ("exp_avg_sq", s.exp_avg_sq)):
-                found[f"{kind}.{s.piece.name}"] = s.piece.tensor(flat)
+                found[f"{kind}.{s.piece.name}"] = s.piece.boxes(flat)
         for piece, momentum in optimizer.momenta.values():
             for kind, flat in (("weight", piece.main), ("momentum", momentum)):
-                found[f"{kind}.{piece.name}"] = piece.tensor(flat)
+                found[f"{kind}.{piece.name}"] = piece.boxes(flat)
         for name, bias in self.engine.balance.biases().items():
-            found[f"bias.{name}"] = FlatTensor(bias, Span(tuple(bias.shape), 0, bias.numel()))
+            found[f"bias.{name}"] = bias
         return found
 
     def _moment(self) -> Moment:

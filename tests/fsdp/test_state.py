@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -21,8 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import hocket
-from hocket.fsdp.saving.checkpoint import load, save
-from hocket.fsdp.saving.inventory import FlatTensor, Inventory
+from hocket.fsdp.saving.boxes import Boxes
+from hocket.fsdp.saving.checkpoint import CheckpointReader, load, save
+from hocket.fsdp.saving.inventory import Inventory
 from hocket.fsdp.saving.state import (
     load_model_state,
     load_optimizer_state,
@@ -284,25 +287,34 @@ def single_numbers(rank: int, folder: Path) -> None:
     other.step()
 
 
-def written(rank: int, way: Way) -> tuple[int, int, int]:
-    """Bytes of all parameters, those that this rank keeps, and those that it writes."""
+def written(rank: int, folder: Path, way: Way) -> tuple[int, int, int, int]:
+    """Bytes of all parameters, and those that this rank keeps, gives to a save, and finds in its files."""
     _, ctx = shard(way)
-    state = [value for value in model_state(ctx).values() if isinstance(value, FlatTensor)]
-    items = [item for value in state for item in value.__create_write_items__("", value)]
-    writes = sum(4 * item.tensor_data.chunk.sizes.numel() for item in items if item.tensor_data)
-    return sum(v.nbytes for v in state), sum(v.flat.nbytes for v in state), writes
+    own = Inventory(ctx)
+    kept, elsewhere = {name: one.main.nbytes for name, one in own.shards.items()}, own.written_elsewhere()
+    save(ctx, None, folder)
+    metadata, wrote = CheckpointReader(folder).read_metadata(), 0
+    assert metadata.storage_data is not None
+    for index, entry in metadata.storage_data.items():
+        stored = metadata.state_dict_metadata[index.fqn]
+        if index.fqn.removeprefix("model.") in kept and entry.relative_path.startswith(f"__{rank}_"):
+            assert isinstance(stored, TensorStorageMetadata)
+            wrote += 4 * next(chunk.sizes.numel() for chunk in stored.chunks if chunk.offsets == index.offset)
+    given = sum(nbytes for name, nbytes in kept.items() if name not in elsewhere)
+    return sum(4 * math.prod(one.shape) for one in own.shards.values()), sum(kept.values()), given, wrote
 
 
 @pytest.mark.parametrize("way", [Way(4, mesh=(2, 2)), Way(4, "no_shard"), Way(4)], ids=str)
-def test_of_replicas_each_writes_its_share(way: Way) -> None:
-    found = run_ranks(written, way.world, way)
+def test_of_replicas_each_copies_and_writes_its_share(way: Way, tmp_path: Path) -> None:
+    found = run_ranks(written, way.world, tmp_path / "saved", way)
     total = found[0][0]
     copies = 4 if way.strategy == "no_shard" else 2 if way.mesh else 1
     numbers = 4 * (way.world // copies - 1) * copies  # bytes of the single number, which every rank keeps
-    assert sum(kept for _, kept, _ in found) == copies * total + numbers
-    assert sum(writes for *_, writes in found) == total
+    assert sum(kept for _, kept, *_ in found) == copies * total + numbers
+    assert sum(given for *_, given, _ in found) <= total + numbers
+    assert sum(wrote for *_, wrote in found) == total
     if copies > 1:
-        assert max(writes for *_, writes in found) < 2 * total / way.world
+        assert max(given for *_, given, _ in found) < 2 * total / way.world
 
 
 def refusals(rank: int) -> None:
@@ -316,8 +328,8 @@ def refusals(rank: int) -> None:
     with pytest.raises(ValueError, match=r"first.weight is 11 x 2 in it and 11 x 11 in the module$"):
         load_model_state(ctx, {**whole, "first.weight": torch.zeros(11, 2), "norm.weight": torch.zeros(11)})
     assert torch.equal(module.norm.weight, before)
-    elsewhere = FlatTensor(torch.zeros(1), Span((11,), 3, 4))
-    with pytest.raises(ValueError, match=r"first.bias has elements 3 to 4, but this rank keeps"):
+    elsewhere = Boxes(torch.zeros(1), Span((11,), 3, 4))
+    with pytest.raises(ValueError, match=r"first.bias is given .*elements 3 to 4 .*, which is not what this"):
         load_model_state(ctx, {**whole, "first.bias": elsewhere})
     with pytest.raises(ValueError, match=r"it lacks first.weight, first.bias, blocks.0.up.weight, .* and 4 more$"):
         load_model_state(ctx, {})

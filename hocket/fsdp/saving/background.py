@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hocket.fsdp.saving.inventory import FlatTensor
+from hocket.fsdp.saving.boxes import local_of, with_local
 from hocket.runtime.world import host_group
 
 TOUCHING = 8
@@ -48,9 +48,7 @@ def copied_bytes(state: Any) -> int:
     """Bytes of the tensors that this rank writes of a state dict."""
 
     def size(value: Any) -> int:
-        if isinstance(value, FlatTensor):
-            return size(value.flat) if value.writes else 0
-        return -(-value.nbytes // ALIGNED) * ALIGNED if isinstance(value, Tensor) else 0
+        return -(-local_of(value).nbytes // ALIGNED) * ALIGNED if isinstance(value, Tensor) else 0
 
     return sum(map(size, tree_leaves(state)))
 
@@ -111,9 +109,10 @@ def on_host(state: Any, room_for: Callable[[Tensor], Tensor]) -> Any:
     """A copy in host memory of what this rank writes of a state dict."""
 
     def copied(value: Any) -> Any:
-        if isinstance(value, FlatTensor):
-            return value.with_elements(copied(value.flat)) if value.writes else value
-        return room_for(value).copy_(value.detach()) if isinstance(value, Tensor) else copy.deepcopy(value)
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        local = local_of(value)
+        return with_local(value, room_for(local).copy_(local))
 
     return tree_map(copied, state)
 

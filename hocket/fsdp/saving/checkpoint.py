@@ -50,16 +50,17 @@ from hocket.fsdp.saving.background import save_behind, tell_all
 from hocket.fsdp.saving.inventory import Inventory
 from hocket.fsdp.saving.state import (
     EXTRA,
+    MODEL,
+    OPTIMIZER,
     differences,
-    entries,
     listed,
     load_model_state,
-    load_optimizer_state,
-    optimizer_state,
     optimizer_state_like,
     put,
     room_for,
     split,
+    state_of_optimizer,
+    take_optimizer_state,
 )
 from hocket.runtime.world import everyone, together
 
@@ -227,8 +228,6 @@ LEAST = 1 << 26
 CRC = "crc"
 """Attribute with a file range's CRC-32 in DCP's metadata."""
 
-MODEL, OPTIMIZER = "model", "optimizer"
-
 
 class CheckpointWriter(dcp.FileSystemWriter):
     """Writes a folder in DCP's format. See Note: [A checkpoint is there or it is not].
@@ -384,9 +383,10 @@ def save(
     """
     tell_all()
     own, path = Inventory(context), Path(folder)
-    state: dict[str, Any] = {MODEL: entries(own)}
+    elsewhere = own.written_elsewhere()
+    state: dict[str, Any] = {MODEL: {name: value for name, value in own.entries().items() if name not in elsewhere}}
     if optimizer is not None:
-        state[OPTIMIZER] = optimizer_state(context, optimizer, flatten=flatten)
+        state[OPTIMIZER] = state_of_optimizer(own, optimizer, flatten, without=elsewhere)
     return write_now_or_behind(path, state, own.others, asynchronously)
 
 
@@ -437,7 +437,7 @@ def load(context: ShardContext | nn.Module, optimizer: Optimizer | None, folder:
     load_model_state(context, found[MODEL])
     if optimizer is not None:
         try:
-            load_optimizer_state(context, optimizer, found[OPTIMIZER])
+            take_optimizer_state(own, optimizer, found[OPTIMIZER])
         except ValueError as error:
             raise ValueError(f"checkpoint {path} doesn't fit: {error}") from None
 
@@ -447,7 +447,7 @@ def _targets(own: Inventory, optimizer: Optimizer | None, metadata: Metadata, fo
     stored = metadata.state_dict_metadata
     if not stored:
         raise ValueError(f"{folder} is no complete checkpoint: it has no .metadata")
-    wanted = entries(own)
+    wanted = own.entries()
     for other, name in own.others.items():
         if name in wanted and f"{MODEL}.{name}" not in stored and f"{MODEL}.{other}" in stored:
             wanted[other] = wanted.pop(name)

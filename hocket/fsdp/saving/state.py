@@ -1,25 +1,21 @@
 """State dicts of a sharded model and its optimizer, by the plain module's names.
 
-Parameters are `FlatTensor`s of the whole shape, so `torch.distributed.checkpoint` (DCP) saves and loads them for any
-number of ranks and strategy, and for plain modules. Weights are the main weights. Nothing communicates or is copied:
-dicts hold live tensors, into which DCP loads. A parameter shared by several modules is one entry, under its first name.
+Values are DTensors, or `Boxes` of what others hold more of, so `torch.distributed.checkpoint` (DCP) saves and loads
+them for any number of ranks and strategy, and for plain modules. Weights are the main weights. Nothing communicates or
+is copied: dicts hold live tensors, into which DCP loads. A parameter shared by several modules is one entry, under its
+first name.
 
 Optimizer state has torch's layouts by name, as `torch.distributed.checkpoint.state_dict` reads and writes them:
 
     {"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [name, ...], "lr": ...}]}
 
-or flat, `{"state.<name>.exp_avg": ..., "param_groups.<name>.lr": ...}`.
-
-Note: [Elementwise state]
-A tensor of optimizer state has one number per element, or one per parameter (`step`). On a rank shapes differ: shards
-are 1-D, single numbers 0-D. In a checkpoint they are alike for 0-d parameters; then other parameters' state under the
-same key decides.
+or flat, `{"state.<name>.exp_avg": ..., "param_groups.<name>.lr": ...}`. Torch's own functions serve too, but make a
+step of an optimizer without state, and round state to the dtype of the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,10 +24,15 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from hocket.fsdp.saving.inventory import FlatTensor, Inventory, Piece
+from hocket.fsdp.piece import Piece
+from hocket.fsdp.saving.boxes import is_whole, local_of
+from hocket.fsdp.saving.inventory import Inventory
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
+
+MODEL, OPTIMIZER = "model", "optimizer"
+"""Keys of checkpoints."""
 
 EXTRA = "_extra_state"
 """Suffix of a module's extra state, of any form."""
@@ -40,19 +41,11 @@ SHOWN = 4
 
 
 def model_state(context: ShardContext | nn.Module) -> dict[str, Any]:
-    """Main weights as `FlatTensor`s, and the other entries of the module's `state_dict`, such as buffers.
+    """Main weights, and the other entries of the module's `state_dict`, such as buffers.
 
     The same names on all ranks. Raises: ValueError for a parameter of which ranks hold different values under one name.
     """
-    return entries(Inventory(context))
-
-
-def entries(own: Inventory) -> dict[str, Any]:
-    state: dict[str, Any] = {name: one.tensor(one.main) for name, one in own.shards.items()}
-    for name, original in own.plain.items():
-        value = own.state[original]
-        state[name] = value.detach() if isinstance(value, Tensor) else value
-    return state
+    return Inventory(context).entries()
 
 
 @torch.no_grad()
@@ -64,13 +57,13 @@ def load_model_state(context: ShardContext | nn.Module, state: Mapping[str, Any]
     """
     own = Inventory(context)
     found = {own.others.get(name, name): value for name, value in state.items()}
-    wrong = differences(found, entries(own))
+    wrong = differences(found, own.entries())
     if wrong:
         raise ValueError(f"the state dict doesn't fit the {own.kind}: {wrong}")
     for name, one in own.shards.items():
-        value, shard = one.part_of(found[name]), one.main
-        if value.data_ptr() != shard.data_ptr() or value.dtype != shard.dtype:
-            shard.copy_(value)
+        value = one.here(found[name])
+        if value.data_ptr() != one.main.data_ptr() or value.dtype != one.main.dtype:
+            one.main.copy_(value)
     # Buffers and extra state load as in any module.
     own.root.load_state_dict({original: found[name] for name, original in own.plain.items()}, strict=False)
     for group in own.context.param_groups:
@@ -109,6 +102,9 @@ Values = dict[str, dict[str, Any]]
 NOT_SETTINGS = ("params", "param_names")
 """Entries of a parameter group that are no settings."""
 
+STEP = "step"
+"""A number of each parameter, whatever the parameter's shape."""
+
 SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 """Settings added by torch's learning rate schedulers."""
 
@@ -121,12 +117,19 @@ def optimizer_state(
     The flat one suits ranks with different parameters, such as pipeline stages. Raises: ValueError for a parameter that
     isn't the module's, and for state that is neither elementwise nor a single number.
     """
-    own = Inventory(context)
+    return state_of_optimizer(Inventory(context), optimizer, flatten)
+
+
+def state_of_optimizer(
+    own: Inventory, optimizer: Optimizer, flatten: bool, without: Container[str] = ()
+) -> dict[str, Any]:
+    """The same, `without` the state of some parameters."""
     params, packed = _numbered(own, optimizer), optimizer.state_dict()
     state: Values = {name: {} for name, _ in params}  # empty for parameters never updated
     for number, items in packed["state"].items():
         name, _ = params[number]
-        state[name] = {key: _wrapped(own.shards.get(name), key, value) for key, value in items.items()}
+        if name not in without:
+            state[name] = {key: _wrapped(own.shards.get(name), key, value) for key, value in items.items()}
     groups = [{**group, "params": [params[n][0] for n in group["params"]]} for group in packed["param_groups"]]
     if not flatten:
         return {"state": state, "param_groups": groups}
@@ -154,8 +157,8 @@ def _numbered(own: Inventory, optimizer: Optimizer) -> list[tuple[str, nn.Parame
 def _wrapped(one: Piece | None, key: str, value: Any) -> Any:
     if one is None or not any(isinstance(item, Tensor) for item in tree_leaves(value)):
         return value
-    if isinstance(value, Tensor) and (flat := one.elements(value)) is not None:
-        return one.tensor(flat)
+    if isinstance(value, Tensor) and key != STEP and one.is_like(value):
+        return one.saved(value)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach()
     what = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
@@ -173,30 +176,39 @@ def optimizer_state_like(own: Inventory, optimizer: Optimizer, metadata: Metadat
     """A dict to load the optimizer's state of a checkpoint into, in the checkpoint's layout.
 
     It has the checkpoint's entries for this optimizer's parameters. Existing state tensors are used, others made: in
-    the checkpoint's dtype or, if the weights had the same, in the dtype of weights here. `load_optimizer_state` takes
+    the checkpoint's dtype or, if the weights had the same, in the dtype of weights here. `take_optimizer_state` takes
     the dict after DCP has loaded into it; until then the optimizer is unchanged.
     """
-    prefix, weights = "optimizer", "model"
     params = dict(_numbered(own, optimizer))
     known = {**{name: name for name in params}, **{other: n for other, n in own.others.items() if n in params}}
-    stored = metadata.state_dict_metadata
-    found = {key: split(key.removeprefix(f"{prefix}."), known) for key in stored if key.startswith(f"{prefix}.")}
-    shapes = [
-        (item, tuple(entry.size), own.shards[known[name]].shape)
-        for key, (section, name, item) in found.items()
-        if section == "state" and known[name] in own.shards and isinstance(entry := stored[key], TensorStorageMetadata)
-    ]
-    elementwise = _elementwise(shapes)
+    stored, paths = metadata.state_dict_metadata, metadata.planner_data or {}
     state: dict[str, Any] = {}
-    for key, (section, name, item) in found.items():
-        path = (metadata.planner_data or {}).get(key, (prefix, key.removeprefix(f"{prefix}.")))[1:]
+    for key, entry in stored.items():
+        if not key.startswith(f"{OPTIMIZER}."):
+            continue
+        section, name, item = split(key.removeprefix(f"{OPTIMIZER}."), known)
+        path = paths.get(key, (OPTIMIZER, key.removeprefix(f"{OPTIMIZER}.")))[1:]
         if section == "state":
-            one = own.shards.get(known[name]) if item in elementwise else None
-            present = optimizer.state.get(params[known[name]], {}).get(item)
-            put(state, path, room_for(stored[key], one, present, stored.get(f"{weights}.{name}")))
+            one, present = own.shards.get(known[name]), optimizer.state.get(params[known[name]], {}).get(item)
+            if one is None or not isinstance(entry, TensorStorageMetadata) or not _by_element(one, item, entry.size):
+                put(state, path, room_for(entry, present))
+            elif isinstance(present, Tensor) and one.is_like(present):
+                put(state, path, one.saved(present))
+            else:
+                weight = stored.get(f"{MODEL}.{name}")
+                follows = (
+                    isinstance(weight, TensorStorageMetadata) and weight.properties.dtype == entry.properties.dtype
+                )
+                dtype = one.main.dtype if follows else entry.properties.dtype
+                put(state, path, one.saved(one.param.like(torch.zeros_like(one.main, dtype=dtype))))
         elif name or path[0] == "param_groups":
-            put(state, path, room_for(stored[key]))
+            put(state, path, room_for(entry))
     return state
+
+
+def _by_element(one: Piece | None, key: str, shape: Sequence[int]) -> bool:
+    """Whether state of a shape, in the whole model, has a number for each element of a parameter."""
+    return one is not None and key != STEP and tuple(shape) == one.shape
 
 
 def split(key: str, names: Container[str]) -> tuple[str, str, str]:
@@ -208,35 +220,12 @@ def split(key: str, names: Container[str]) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def _elementwise(shapes: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> set[str]:
-    """Keys with one number per element, from (key, shape of the state, shape of the parameter).
-
-    See Note: [Elementwise state].
-    """
-    alike: dict[str, bool] = {}
-    for key, shape, whole in shapes:
-        if prod(whole) != 1 or shape != whole:
-            alike[key] = shape == whole
-        else:
-            alike.setdefault(key, key != "step")
-    return {key for key, same in alike.items() if same}
-
-
-def room_for(entry: Any, one: Piece | None = None, present: Any = None, weight: Any = None) -> Any:
-    """The target of a checkpoint entry: `present` if it fits, else a new tensor.
-
-    `one` is its parameter if elementwise, and `weight` that parameter's entry.
-    """
+def room_for(entry: Any, present: Any = None) -> Any:
+    """The target of a checkpoint entry that ranks have alike: `present` if it fits, else a new tensor."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
-    if one is None:
-        fits = isinstance(present, Tensor) and present.shape == entry.size
-        return present.detach() if fits else torch.zeros(entry.size, dtype=entry.properties.dtype)
-    if isinstance(present, Tensor) and (flat := one.elements(present)) is not None:
-        return one.tensor(flat)
-    follows = isinstance(weight, TensorStorageMetadata) and weight.properties.dtype == entry.properties.dtype
-    dtype = one.main.dtype if follows else entry.properties.dtype
-    return one.tensor(torch.zeros_like(one.main, dtype=dtype))
+    fits = isinstance(present, Tensor) and present.shape == entry.size
+    return present.detach() if fits else torch.zeros(entry.size, dtype=entry.properties.dtype)
 
 
 def put(state: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
@@ -253,41 +242,50 @@ def put(state: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
             place = place[key]
 
 
-@torch.no_grad()
 def load_optimizer_state(context: ShardContext | nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load an optimizer's state and settings (learning rate, ...) from a dict in one of torch's layouts by name.
 
-    Takes dicts of `optimizer_state` or `optimizer_state_like`, after DCP has loaded into them, and whole tensors on
-    every rank. Parameters without an entry start without state. Settings go by parameter name, so groups may differ
-    from the saved ones. Raises: ValueError, before anything has changed, if a parameter is missing, if parameters of
-    one group had different settings, or if the state is of another kind of optimizer.
+    Takes dicts of `optimizer_state`, after DCP has loaded into them, and whole tensors on every rank. Parameters
+    without an entry start without state. Settings go by parameter name, so groups may differ from the saved ones.
+    Raises: ValueError, before anything has changed, if a parameter is missing, if parameters of one group had different
+    settings, or if the state is of another kind of optimizer.
     """
-    own = Inventory(context)
+    take_optimizer_state(Inventory(context), optimizer, state, copy=True)
+
+
+@torch.no_grad()
+def take_optimizer_state(own: Inventory, optimizer: Optimizer, state: Mapping[str, Any], copy: bool = False) -> None:
+    """The same; without `copy` the tensors become the optimizer's."""
     params = _numbered(own, optimizer)
     values, settings = _by_name(own, state, {name for name, _ in params})
-    shapes = [
-        (key, tuple(value.shape), own.shards[name].shape)
-        for name, items in values.items()
-        for key, value in items.items()
-        if name in own.shards and isinstance(value, Tensor)
-    ]
-    elementwise = _elementwise(shapes)
     groups, number = [], 0
     for group in optimizer.param_groups:
         numbers = list(range(number, number := number + len(group["params"])))
         agreed = _agreed(optimizer, group, [params[n][0] for n in numbers], settings)
         groups.append({**group, **agreed, "params": numbers})
-    packed = {}
-    for n, (name, param) in enumerate(params):
-        one, present = own.shards.get(name), optimizer.state.get(param, {})
-        if items := values.get(name):
-            packed[n] = {k: _unwrapped(one, v, k in elementwise, present.get(k)) for k, v in items.items()}
+
+    def taken(one: Piece | None, param: nn.Parameter, key: str, value: Any) -> Any:
+        """A value as the optimizer stores it."""
+        if not isinstance(value, Tensor):
+            return value
+        present = optimizer.state.get(param, {}).get(key)
+        mine = isinstance(present, Tensor) and local_of(present).data_ptr() == local_of(value).data_ptr()
+        apart = copy and is_whole(value) and not mine
+        if one is None or not (_by_element(one, key, value.shape) or (key != STEP and one.is_like(value))):
+            return value.clone() if apart else value
+        here = one.here(value)
+        return one.param.like(here.to(one.main, copy=True) if apart else here)
+
+    packed = {
+        n: {key: taken(own.shards.get(name), param, key, value) for key, value in values[name].items()}
+        for n, (name, param) in enumerate(params)
+        if values.get(name)
+    }
     _replace(optimizer, {"state": packed, "param_groups": groups})
     for n, items in packed.items():  # torch casts to the parameter's dtype, which may lose digits
-        name, param = params[n]
+        param = params[n][1]
         for key, value in items.items():
-            exact = isinstance(value, Tensor) and (isinstance(values[name][key], FlatTensor) or key not in elementwise)
-            if exact and optimizer.state[param][key].dtype != value.dtype:
+            if isinstance(value, Tensor) and optimizer.state[param][key].dtype != value.dtype:
                 optimizer.state[param][key] = value.to(param.device)
 
 
@@ -298,19 +296,6 @@ def _replace(optimizer: Optimizer, state: dict[str, Any]) -> None:
     for group, tensors in zip(optimizer.param_groups, before, strict=True):
         for key, tensor in tensors.items():
             group[key] = tensor.copy_(torch.as_tensor(group[key]))
-
-
-def _unwrapped(one: Piece | None, value: Any, split: bool, present: Any) -> Any:
-    """A loaded value as the optimizer stores it, `split` if elementwise; copied only if it is not the optimizer's
-    already.
-    """
-    if not isinstance(value, Tensor):
-        return value
-    if one is not None and isinstance(value, FlatTensor):
-        return one.like_parameter(one.part_of(value))
-    if one is not None and split:
-        return one.like_parameter(one.part_of(value).to(one.main.device, copy=True))
-    return value if isinstance(present, Tensor) and present.data_ptr() == value.data_ptr() else value.clone()
 
 
 def _by_name(own: Inventory, state: Mapping[str, Any], mine: Container[str]) -> tuple[Values, Values]:
