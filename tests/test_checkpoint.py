@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hocket.config import Config, ModelConfig, RunConfig, TrainConfig
 from hocket.config.schema import changed
+from hocket.fsdp.piece import Boxes
 from hocket.fsdp.saving.atomic_folder import AtomicFolder
-from hocket.fsdp.saving.boxes import Boxes
 from hocket.layers.slices import Span
 from hocket.resolve import Settings, resolve
 from hocket.train import checkpoint

@@ -193,8 +193,6 @@ def test_a_loaded_step_goes_on_with_its_balance_and_its_norms(tmp_path: Path, mo
     """Bit for bit; and a checkpoint that has neither says so."""
     import torch
 
-    from hocket.step import PlannedStep
-
     model = {"model.aux_loss": 1.0, "model.aux_loss_over": "batch", "optimizer.skip_spikes": 3.0}
     model |= {"model.layers": 2, "model.dense_layers": (0,), "data.sequence_length": 16}
     plan = hocket.plan("tiny", {**ONE, **model, "precision.compute": "fp32"})
@@ -219,7 +217,7 @@ def test_a_loaded_step_goes_on_with_its_balance_and_its_norms(tmp_path: Path, mo
     assert other.engine.optimizer.guard.norms == []
     assert all(share.unique().numel() == 1 for share in other.engine.balance.shares().values())
     with monkeypatch.context() as patched:
-        patched.setattr(PlannedStep, "_next", lambda self: {})
+        patched.setattr("hocket.step.following", lambda engine: {})
         other.save(tmp_path / "without")
     words = "lacks the shares of rows .* goes by and the norms that optimizer.skip_spikes = 3 compares with: they begin"
     with pytest.warns(UserWarning, match=words):

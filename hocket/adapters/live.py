@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from hocket.adapters.source import AdaptedModel
 from hocket.fsdp.members import UNIT
 from hocket.fsdp.saving.atomic_folder import AtomicFolder, sync
-from hocket.fsdp.saving.inventory import Inventory, context_given
-from hocket.fsdp.saving.state import EXTRA
+from hocket.fsdp.saving.checkpoint import EXTRA, Inventory, context_given
 from hocket.layers.slices import Span
 from hocket.model.source import whole_shapes
 from hocket.pretrained.families import FAMILIES, config_for

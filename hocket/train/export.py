@@ -18,7 +18,7 @@ from hocket.config.load import as_setting
 from hocket.config.schema import changed, flat, types
 from hocket.files import json_in
 from hocket.fsdp.saving.atomic_folder import AtomicFolder, sync
-from hocket.fsdp.saving.checkpoint import CheckpointReader
+from hocket.fsdp.saving.storage import MODEL, CheckpointReader
 from hocket.model.source import whole_shapes
 from hocket.model.tokenizer import (
     FILE,
@@ -68,8 +68,7 @@ class StoredModel:
     def value(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A whole parameter, or a balance bias, fp32."""
         value = torch.empty(shape)
-        kind = "bias" if name.endswith("router.bias") else "weight"
-        self._reader.load({f"{kind}.{name}": value})
+        self._reader.load({f"{MODEL}.{name}": value})
         return value
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from hocket.fsdp.saving.boxes import Boxes
+from hocket.fsdp.piece import Boxes
 from hocket.layers.slices import Span, boxes
 from tests.helpers.ranks import run_ranks
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -165,6 +166,24 @@ def saves(rank: int, folder: Path) -> None:
         optimizer = torch.optim.AdamW(other.parameters(), lr=1.0)
         hocket.checkpoint.load(other, optimizer, folder)
         torch.testing.assert_close(state_of(other, optimizer), found, rtol=0.0, atol=0.0)
+
+
+def uneven(rank: int, folder: Path) -> bool:
+    """Seven rows over two tensor-parallel and three other ranks: some have none."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(4, 7, bias=False))
+    wanted = made[0].weight.detach().clone()
+    parallelize_module(made, mesh["tp"], {"0": ColwiseParallel()})
+    hocket.fully_shard(made, mesh=mesh["dp"], strategy="optim_grads_params")
+    hocket.checkpoint.save(made, None, folder)
+    found = {"model.0.weight": torch.zeros(7, 4)}
+    dcp.load(found, checkpoint_id=folder)
+    return torch.equal(found["model.0.weight"], wanted)
+
+
+def test_a_checkpoint_of_uneven_rows_is_whole(tmp_path: Path) -> None:
+    assert run_ranks(uneven, 6, tmp_path / "saved") == [True] * 6
 
 
 def test_a_checkpoint_fits_other_meshes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hocket.config import Config, Strategy
 from hocket.engine import Engine
-from hocket.fsdp.saving.boxes import Boxes
+from hocket.fsdp.piece import Boxes
 from hocket.model.documents import Microbatch
 from hocket.train import checkpoint
 from tests.helpers.parity import config, whole

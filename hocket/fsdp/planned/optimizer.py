@@ -104,14 +104,12 @@ class StepGuard:
 
     @property
     def remembered(self) -> dict[str, Tensor]:
-        """The state that `go_on` takes, by name: live tensors."""
+        """What it goes by, by name: live tensors."""
         return {"skipped": self.total, "norms": self._norms}
 
-    def go_on(self, total: int, norms: Sequence[float]) -> None:
-        self.total.fill_(total)
+    def forget(self) -> None:
+        self.total.zero_()
         self._norms.fill_(torch.nan)
-        if norms := norms[-WINDOW:]:
-            self._norms[-len(norms) :] = self._norms.new_tensor(norms)
 
 
 @dataclass(frozen=True)
