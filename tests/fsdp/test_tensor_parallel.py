@@ -172,8 +172,8 @@ def uneven(rank: int, folder: Path) -> bool:
     """Seven rows over two tensor-parallel and three other ranks: some have none."""
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(4, 7, bias=False))
-    wanted = made[0].weight.detach().clone()
+    linear = nn.Linear(4, 7, bias=False)
+    made, wanted = nn.Sequential(linear), linear.weight.detach().clone()
     parallelize_module(made, mesh["tp"], {"0": ColwiseParallel()})
     hocket.fully_shard(made, mesh=mesh["dp"], strategy="optim_grads_params")
     hocket.checkpoint.save(made, None, folder)
