@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from hocket.fsdp.sharded_parameter import around
 from hocket.layers.slices import Span
 
 if TYPE_CHECKING:
@@ -101,10 +102,8 @@ def with_local(value: Tensor, local: Tensor) -> Tensor:
     """The same part of a tensor in other memory."""
     if isinstance(value, Boxes):
         return Boxes(local, value.span)
-    if not isinstance(value, DTensor):
-        return local
-    mesh, placements, shape, stride = value.device_mesh, value.placements, value.shape, value.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    # `DTensor.from_local` would move a copy on the host to the device of the mesh.
+    return around(local, value._spec) if isinstance(value, DTensor) else local
 
 
 @dataclass(frozen=True)
