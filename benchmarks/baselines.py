@@ -75,7 +75,7 @@ SHARDED_COMPILED = "--against bound,fsdp2_tuned,fully_shard_ce,fully_shard_null 
 SHARDED_PLAN = "--against bound,hocket,hocket_ce,fully_shard_ce --blocks 4 --steps 2"
 """The same hiding, with a plan and without."""
 SHARDED_STEPS = (
-    "--model.layers 16 --against fully_shard_copied,fully_shard_fp32_wire,fully_shard,"
+    "--model.layers 16 --against fully_shard_fp32_wire,fully_shard,"
     "fully_shard_ce_gather,fully_shard_ce,fully_shard_null --blocks 4 --steps 2"
 )
 """What each part of `hocket.fully_shard` buys: all but one part of it on NCCL, then copy engines. Half of the layers,

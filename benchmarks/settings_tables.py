@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from hocket.commands.options import docstrings
 from hocket.config.rule import leaf, show
-from hocket.config.schema import DEFAULTS, bounds_of, form_of, types, written
+from hocket.config.schema import DEFAULTS, form_of, types
 from hocket.recipes import PRESETS
 from hocket.typed import describe
 
@@ -35,12 +35,9 @@ def _code(value: Any) -> str:
 
 
 def _values(name: str, hint: Any) -> str:
+    """Choices and forms. A number's default shows its type, and `hocket help` prints its bounds."""
     if get_origin(hint) is Literal:
         return ", ".join(f"`{each}`" for each in get_args(hint))
     if form := form_of(name):
-        number = "a number, " if bounds_of(name) else ""
-        return f"{number}{'`auto`, ' if form.auto else ''}or such as `{form.example}`".removeprefix("or ")
-    if not (bounds := bounds_of(name)):
-        return describe(hint)
-    low, high = bounds.low, bounds.high
-    return describe(hint) + (f", {written(low)} to {written(high)}" if high < 1e18 else f", {written(low)} or more")
+        return f"{'`auto`, ' if form.auto else ''}such as `{form.example}`"
+    return "" if hint in (bool, int, float, str) else describe(hint)

@@ -170,14 +170,13 @@ def copy_engine_sum(result: Result) -> str:
 
 
 def weight_grads(result: Result) -> str:
-    ways, rows = list(result["host_microseconds"]), []
-    for tokens in result["layers"]:
-        own = [row["seconds"] for row in result["weights"] if str(row["tokens"]) == tokens]
-        rows.append([f"{int(tokens):,} tokens", *(us(sum(seconds[way] for seconds in own)) for way in ways)])
-        layer = result["layers"][tokens]
-        rows.append([f"{int(tokens):,} tokens, the whole pass", *(us(layer[way]["seconds"]) for way in ways)])
-    rows.append(["host, per linear layer", *(f"{result['host_microseconds'][way]:.0f} µs" for way in ways)])
-    return table(["weight gradients of one layer", *ways], rows)
+    """All products of a layer, in a row for each number of tokens."""
+    rows = result["weights"]
+    ways, counts = list(rows[0]["seconds"]), dict.fromkeys(row["tokens"] for row in rows)
+    sums = {n: [sum(row["seconds"][way] for row in rows if row["tokens"] == n) for way in ways] for n in counts}
+    return table(
+        ["weight gradients of one layer", *ways], [[f"{n:,} tokens", *map(us, own)] for n, own in sums.items()]
+    )
 
 
 def real_models(result: Result) -> str:

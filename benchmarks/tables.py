@@ -292,18 +292,6 @@ def result_of(name: str) -> Result:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def index(words: str = "") -> str:
-    """Every result: the benchmark that recorded it, on which machine, and its name."""
-    found: dict[tuple[str, str], dict[str, None]] = {}
-    for path in sorted(RESULTS.glob("*.json")):
-        for run in origins(result_of(path.stem)):
-            module = re.search(r"benchmarks\.\w+", run["command"])
-            machine = re.sub(r"(\d) x NVIDIA (H\d+).*", r"\1 \2", run["hardware"])
-            found.setdefault((module[0] if module else "", machine), {})[f"`{path.stem}`"] = None
-    rows = [[f"`{module}`", machine, " ".join(which)] for (module, machine), which in sorted(found.items())]
-    return table(["benchmark", "machine", "results"], rows)
-
-
 def origin(results: Sequence[Result]) -> str:
     """Hardware, versions, commit, day and commands of the runs behind results; early ones don't know their day."""
     commands: dict[str, dict[str, None]] = {}
@@ -406,7 +394,7 @@ def make_gpus() -> str:
 
 
 MAKERS = {
-    "table": make_table, "summary": make_summary, "index": index, "plan": make_plan, "timeline": make_timeline,
+    "table": make_table, "summary": make_summary, "plan": make_plan, "timeline": make_timeline,
     "search": make_search, "ops": make_ops, "trace": make_trace,
     "step": make_step, "golden": make_golden, "settings": settings_tables.table,
     "presets": lambda words: settings_tables.presets(), "gpus": lambda words: make_gpus(),

@@ -4,10 +4,9 @@
 
 Every weight gradient of a layer is computed in four ways, which take turns: as autograd does it, then copied into the
 flat buffer in bfloat16, or added to it in float32; and by the product itself (`hocket/runtime/weights.py`), written or
-added. Then the backward of the whole layer's linears, as modules: stock layers whose hooks copy or add, and layers with
-sinks. Last, what a small linear layer costs the host, forward and backward.
+added, as planned steps do.
 
-About 15 s on one H200. Without a GPU the shapes are tiny and show only that everything works.
+About 10 s on one H200. Without a GPU the shapes are tiny and show only that everything works.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.fsdp.layout import FlatLayout
-from hocket.layers.functional import linear_forward
-from hocket.runtime.weights import put, set_sink, write_product
+from hocket.runtime.weights import put, write_product
 
 LLAMA = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Output and input width of the linears of one layer."""
@@ -37,26 +35,6 @@ WAYS = {
 }
 """The dtype of the buffer, and whether the gradient is added to what is there."""
 BY_AUTOGRAD = ("copied", "added")
-
-
-class Sink:
-    """A view of the flat buffer, written or added to."""
-
-    def __init__(self, view: Tensor, add: bool) -> None:
-        self.view, self.add = view, add
-
-    def __call__(self) -> tuple[Tensor, bool]:
-        return self.view, self.add
-
-    def take(self, param: nn.Parameter) -> None:
-        """What the hook of a sharded parameter does with autograd's gradient."""
-        if param.grad is not None:
-            put(param.grad, self.view, self.add)
-            param.grad = None
-
-
-class Sunk(nn.Linear):
-    forward = linear_forward  # pyrefly: ignore[bad-override]
 
 
 def _seconds(ways: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
@@ -115,35 +93,6 @@ def gradients(
     return rows
 
 
-def layers(
-    shapes: Mapping[str, tuple[int, int]], tokens: int, repeats: int, device: torch.device
-) -> dict[str, dict[str, float]]:
-    """Seconds of forward and backward of all linears of a layer as modules, and the host's share, for each way."""
-    x = {name: torch.randn(1, tokens, into, device=device, dtype=torch.bfloat16) for name, (_, into) in shapes.items()}
-    ways, host = {}, {}
-    for way, (dtype, add) in WAYS.items():
-        views = flat_views(shapes, dtype, device)
-        kind = nn.Linear if way in BY_AUTOGRAD else Sunk
-        made = {n: kind(into, out, False, device, torch.bfloat16) for n, (out, into) in shapes.items()}
-        for name, module in made.items():
-            sink = Sink(views[name], add)
-            module.weight.register_post_accumulate_grad_hook(sink.take)
-            if kind is Sunk:
-                set_sink(module.weight, sink)
-
-        def run(way: str = way, made: Mapping[str, nn.Linear] = made) -> None:
-            started = time.perf_counter()
-            for name, module in made.items():
-                leaf = x[name].detach().requires_grad_()
-                y = module(leaf)
-                y.backward(y.detach())
-            host.setdefault(way, []).append(time.perf_counter() - started)
-
-        ways[way] = run
-    seconds = _seconds(ways, repeats, device)
-    return {way: {"seconds": seconds[way], "host_seconds": statistics.median(host[way])} for way in WAYS}
-
-
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192])
@@ -152,16 +101,11 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes = LLAMA if device.type == "cuda" else {name: (a // 64, b // 64) for name, (a, b) in LLAMA.items()}
     tokens = options.tokens if device.type == "cuda" else [count // 64 for count in options.tokens]
-    rows, modules = [], {}
+    rows = []
     for count in tokens:
         rows += gradients(shapes, count, options.repeats, device)
-        modules[str(count)] = layers(shapes, count, options.repeats, device)
-        print(f"{count} tokens: {_words(rows[-len(shapes) :])}; layer {modules[str(count)]}", flush=True)
-    small = layers({"small": (64, 64)}, 8, 10 * options.repeats, device)
-    host = {way: row["host_seconds"] * 1e6 for way, row in small.items()}
-    print(f"host, microseconds per linear layer and microbatch: {host}", flush=True)
-    result = {"weights": rows, "layers": modules, "host_microseconds": host}
-    print(write("weight_grads", result, options.out, options.commit))
+        print(f"{count} tokens: {_words(rows[-len(shapes) :])}", flush=True)
+    print(write("weight_grads", {"weights": rows}, options.out, options.commit))
 
 
 def _words(rows: list[dict[str, Any]]) -> str:

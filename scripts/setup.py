@@ -18,6 +18,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,12 +127,13 @@ def create(python: str) -> None:
     say("making a virtual environment in .venv/env; torch is large, so this takes a few minutes")
     run(python, "-m", "venv", "--clear", str(ENV))
     pip = (str(ENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    # All are in it but torch, which some of them need.
-    run(*pip, "--no-deps", "--require-hashes", "-r", str(LOCK), "-r", str(DOCS))
-    # By itself and without hashes: which build of this version is installed depends on the machine.
-    run(*pip, "-r", str(TORCH))
-    for distribution in (ROOT / "hocket_trace", ROOT):
-        run(*pip, "--no-deps", "--no-build-isolation", "--editable", str(distribution))
+    # torch is not in the lock: the build of its version depends on the machine, so it has no fixed hash.
+    parts = (("-r", str(TORCH)), ("--require-hashes", "-r", str(LOCK), "-r", str(DOCS)))
+    with ThreadPoolExecutor() as both:
+        list(both.map(lambda part: run(*pip, "--no-deps", *part), parts))
+    run(*pip, "-r", str(TORCH))  # what this build of torch needs beyond the lock
+    own = ("--editable", str(ROOT / "hocket_trace"), "--editable", str(ROOT))
+    run(*pip, "--no-deps", "--no-build-isolation", *own)
     # An editable package is found last: a script beside a clone called hocket would import that folder.
     write_launcher(str(ENV / "bin" / "python"), path=[ROOT])
 

@@ -101,11 +101,9 @@ def test_searches_are_up_to_date(path: Path) -> None:
         assert MAKERS["search"](words) == shown, STALE
 
 
-def test_every_result_is_listed_and_has_a_table() -> None:
-    text = read("docs/benchmarks.md").partition("<!-- index:")[2]
+def test_every_result_has_a_table() -> None:
     shown = {file for files, _ in TABLES.values() for file in files} | set(names())
     for path in RESULTS.glob("*.json"):
-        assert f"`{path.stem}`" in text, STALE
         assert path.stem in shown
 
 

@@ -75,7 +75,7 @@ def test_what_is_installed_works_in_a_clean_folder(wheels: list[Path], tmp_path:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["train.lr"], ["train.lr: a number; 0.003 by default", "Learning rate after the warm-up"]),
+        (["train.lr"], ["train.lr: a number, 1e-30 or more; 0.003 by default", "Learning rate after the warm-up"]),
         (["overlap.pp"], ["overlap.pp.defer_layers"]),
         (["data"], ["data.text_key"]),
         (["-h"], ["hocket help SETTING", "model.rope"]),

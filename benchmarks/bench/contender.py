@@ -165,7 +165,6 @@ CONTENDERS: dict[str, Entry] = {
         f"{_SHARDED}:null", "hocket.fully_shard, the same program without communication", bound=True
     ),
     "fully_shard_fp32_wire": Entry(f"{_SHARDED}:fp32_wire", "hocket.fully_shard, gradients sent in fp32"),
-    "fully_shard_copied": Entry(f"{_SHARDED}:copied", "hocket.fully_shard, autograd's weight gradients"),
     "fully_shard_optim": Entry(f"{_SHARDED}:optim", "hocket.fully_shard, the optimizer's state shared"),
     "fully_shard_optim_ce": Entry(
         f"{_SHARDED}:optim_copy_engine", "hocket.fully_shard, the optimizer's state shared, on copy engines", cuda=True

@@ -20,13 +20,12 @@ from benchmarks.bench.peers.fsdp2 import meshes
 from benchmarks.bench.plain import Exchange, adamw, backward, first_value, optimizer_name, plain_model
 from benchmarks.bench.workload import Workload
 from hocket.config import Strategy
+from hocket.fsdp.buffers import Offload
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.options import ShardTransport
-from hocket.fsdp.shard_grads import Offload
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.model.documents import Microbatch
 from hocket.program.mesh import SMS
-from hocket.runtime.weights import set_sink
 
 PREFETCH = 2
 """Units that are gathered ahead."""
@@ -39,8 +38,6 @@ class How:
     transport: ShardTransport = "auto"
     """`auto` is NCCL's kernels on GPUs, where a user's would be copy engines."""
     fp32_wire: bool = False
-    copied: bool = False
-    """Whether autograd makes weight gradients, which are then copied to where they are sent from."""
     strategy: Strategy = "optim_grads_params"
     offload: Offload = "none"
 
@@ -59,10 +56,6 @@ def copy_engine_gathers(workload: Workload, rank: int, device: torch.device) -> 
 
 def fp32_wire(workload: Workload, rank: int, device: torch.device) -> Contender:
     return Sharded(workload, rank, device, How(fp32_wire=True))
-
-
-def copied(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How(copied=True))
 
 
 def optim(workload: Workload, rank: int, device: torch.device) -> Contender:
@@ -125,10 +118,6 @@ class Sharded:
             options=options,
         )
         fill(self.model, self.context, workload, rank)
-        if how.copied:
-            for group in (group for unit in self.context.units for group in unit.groups):
-                for member in group.members:
-                    set_sink(member.param, None)
         self.optimizer: torch.optim.Optimizer | None = None
         if workload.optimizer:
             shards = [shard for shard in self.model.parameters() if isinstance(shard, ShardedParameter)]
@@ -156,7 +145,6 @@ class Sharded:
             "process groups": "one for gathers, one for reductions",
             "reduce": f"{'fp32' if how.fp32_wire else dtype}, {'once a step' if late else 'after every microbatch'}",
             "staging": f"{options.staging} buffers",
-            "weight gradients": "autograd's, copied" if how.copied else "layers write them where they are sent",
             "optimizer": optimizer_name(self.workload, "on fp32 shards, unit by unit"),
             "compile": "each layer" if self.workload.compile else "off",
         }

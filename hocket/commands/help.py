@@ -8,7 +8,7 @@ import textwrap
 
 from hocket.commands.options import docstrings
 from hocket.config.rule import leaf, show
-from hocket.config.schema import DEFAULTS, meant, meant_setting, types
+from hocket.config.schema import DEFAULTS, bounds_of, meant, meant_setting, types, written
 from hocket.recipes import PRESETS, RECIPES
 from hocket.recipes import describe as described
 from hocket.typed import describe
@@ -32,8 +32,10 @@ def run(words: list[str]) -> int:
 def setting(name: str) -> str:
     """A setting with its type, default and meaning; of a section every setting, and the first sentence on each."""
     if name in types():
-        default = show(leaf(DEFAULTS, name))
-        return "\n".join([f"{name}: {describe(types()[name])}; {default} by default", *_wrapped(docstrings()[name])])
+        kind, default = describe(types()[name]), show(leaf(DEFAULTS, name))
+        if bounds := bounds_of(name):
+            kind += f", {written(bounds.low)} " + (f"to {written(bounds.high)}" if bounds.high < 1e18 else "or more")
+        return "\n".join([f"{name}: {kind}; {default} by default", *_wrapped(docstrings()[name])])
     lines = [f"{name}: {docstrings()[name]}"]
     for each in types():
         if each.startswith(f"{name}."):

@@ -35,16 +35,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hocket.fsdp import hooks
-from hocket.fsdp.checks import is_full, refuse_early, refuse_newcomers
+from hocket.fsdp.buffers import squares_of
+from hocket.fsdp.checks import refuse_early, refuse_newcomers
 from hocket.fsdp.dtensors import copies
 from hocket.fsdp.fsdp2 import Fsdp2Arguments, FSDPModule, Place, request_of
-from hocket.fsdp.members import UNIT, Rule
+from hocket.fsdp.members import UNIT, Rule, is_full
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.options import Precision, ShardOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.shard import checked, contexts, shard_model, shard_one
-from hocket.fsdp.shard_grads import squares_of
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 
@@ -168,7 +168,7 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
         raise ValueError(f"max_norm={max_norm!r} must be a number, 0 or above")
     refuse_early(context, "clip_grad_norm_")
     context.finish_step()
-    groups = [group for group in context.param_groups if group.trainable and group.has_grad]
+    groups = [group for group in context.param_groups if group.has_grad]
     square = torch.zeros(1, dtype=torch.float64, device=context.device)
     for group in groups:
         group.tidy()

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hocket.fsdp.members import UNIT, Member, is_called
+from hocket.fsdp.members import UNIT, Member, is_called, is_full
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.runtime.weights import sink_of
 
 
 class Fingerprints:
@@ -117,11 +116,6 @@ def refuse_foreign(module: nn.Module, known: Container[int]) -> None:
                 raise ValueError(
                     f"parameter {name}.{key} belongs to another sharded model: a parameter is sharded once"
                 )
-
-
-def is_full(param: Tensor | None) -> bool:
-    """Whether it is a full parameter of a sharded model."""
-    return param is not None and sink_of(param) is not None
 
 
 def refuse_strange(module: nn.Module, params: Sequence[Member]) -> None:

@@ -50,6 +50,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from hocket.fsdp.members import UNIT
 from hocket.fsdp.module_context import Invocation, ShardContext, current_backward
 from hocket.fsdp.module_unit import Claim, Unit
+from hocket.fsdp.sharded_parameter import hook_gradients
 
 
 class Substitution:
@@ -271,18 +272,10 @@ class _Call:
 
 
 def drive(unit: Unit) -> None:
-    unit.see = partial(see_gradients, unit)
     for module in unit.modules:
         _drive(unit, module)
-    for group in unit.groups:
-        for param in (member.param for member in group.members):
-            if group.trainable:
-                see_gradients(unit, param)
-
-
-def see_gradients(unit: Unit, param: nn.Parameter) -> None:
-    if not param._post_accumulate_grad_hooks:
-        param.register_post_accumulate_grad_hook(_on_gradient(unit))
+    for param in unit.parameters:
+        hook_gradients(param, _on_gradient(unit))
 
 
 def context_of(unit: Unit) -> ShardContext:

@@ -21,19 +21,18 @@ first, whose gather and reduction are exposed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.dtensors import DTensorLayout, dtensor_layout_of
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.layers.functional import embedding_forward, linear_forward
 from hocket.layers.slices import Span
-from hocket.runtime.weights import sink_of
 
 Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None
 
@@ -41,6 +40,18 @@ Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module]
 UNIT = "_hocket_unit"
 """The module attribute that holds its unit. Not a global table: units refer to their modules, which would never be
 freed."""
+
+_FULL = "_hocket_full"
+
+
+def mark_full(param: nn.Parameter) -> None:
+    """Mark a full parameter of a sharded model, which another call or an optimizer must not take for a plain one."""
+    setattr(param, _FULL, True)
+
+
+def is_full(param: Tensor | None) -> bool:
+    """Whether it is a full parameter of a sharded model."""
+    return hasattr(param, _FULL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +153,7 @@ def found_parameters(root: nn.Module) -> list[Member]:
     names: dict[nn.Parameter, str] = {}
     for prefix, module in root.named_modules():
         for key, param in module._parameters.items():
-            if param is not None and not isinstance(param, ShardedParameter) and sink_of(param) is None:
+            if param is not None and not isinstance(param, ShardedParameter) and not is_full(param):
                 names.setdefault(param, f"{prefix}.{key}" if prefix else key)
                 owners.setdefault(param, []).append((module, key))
     return [Member(names[param], param, tuple(places)) for param, places in owners.items()]
@@ -190,15 +201,6 @@ def _paths(
         _paths(child, chain, units, above)
 
 
-FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Linear: linear_forward, nn.Embedding: embedding_forward}
-"""Replacement forwards of module classes in sharded units."""
-
-
-def forward_of(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
-    """The replacement for a class of `FORWARDS` or a subclass with the same forward, if any."""
-    return next((new for base, new in FORWARDS.items() if cls.forward is base.forward), None)
-
-
 def _load(shard: ShardedParameter, value: Tensor, name: str) -> None:
     span, local = shard.group.span_of(shard.position), shard.group.locals[shard.position]
     divided, here = hasattr(value, "_local_tensor"), _local(value)
@@ -220,42 +222,41 @@ def _local(value: Tensor) -> Tensor:
     return getattr(value, "_local_tensor", value).detach()
 
 
-_subclasses: dict[tuple[type[nn.Module], type | None], type[nn.Module]] = {}
-_originals: dict[type[nn.Module], type[nn.Module]] = {}
-
-
 def watch_reads(module: nn.Module, methods: type | None = None) -> None:
-    """Give a module with managed parameters the subclass of Note: [Two faces of a parameter], and a forward of
-    `FORWARDS`.
+    """Give a module with managed parameters the subclass of Note: [Two faces of a parameter].
 
     `methods` is a class with the methods of a unit's module.
     """
     if any(isinstance(param, ShardedParameter) for param in module._parameters.values()):
         module.__dict__["_parameters"] = Managed(module._parameters)
-    cls = type(module)
-    if cls in _originals and (methods is None or issubclass(cls, methods)):
-        return
-    cls = _originals.get(cls, cls)
-    if (cls, methods) not in _subclasses:
-        new = _subclasses[cls, methods] = _subclass(cls, forward_of(cls), methods)
-        _originals[new] = cls
-    module.__class__ = _subclasses[cls, methods]
+    cls = vars(type(module)).get("_hocket_original")
+    if cls is None or (methods is not None and not isinstance(module, methods)):
+        module.__class__ = _subclass(cls or type(module), methods)
 
 
-def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods: type | None) -> type[nn.Module]:
-    def getattr_(self: nn.Module, name: str) -> Any:
-        found = cls.__getattr__(self, name)
+@functools.cache
+def _subclass(cls: type[nn.Module], methods: type | None) -> type[nn.Module]:
+    # The name stays: transformers looks classes up by it.
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_hocket_original": cls}
+    return type(cls.__name__, (_Sharded, cls) if methods is None else (_Sharded, methods, cls), body)
+
+
+class _Sharded(nn.Module):
+    """What a module with managed parameters, or of a unit, does otherwise than its class."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
         read = getattr(found, "read_on_demand", None) if isinstance(found, nn.Parameter) else None
         full = None if read is None else read()
         return found if full is None else full
 
-    def reduce(self: nn.Module, protocol: int) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(
-            f"a sharded {cls.__name__} can't be pickled or copied, since this rank holds a part of each weight only: "
-            f"save it with hocket.checkpoint.save, or copy the model before it is sharded"
+            f"a sharded {type(self).__name__} can't be pickled or copied, since this rank holds a part of each weight "
+            f"only: save it with hocket.checkpoint.save, or copy the model before it is sharded"
         )
 
-    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         for key, shard in self._parameters.items():
             if isinstance(shard, ShardedParameter):
                 group = shard.group
@@ -265,7 +266,7 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
                     group.valueless = False  # to_empty(): initial values follow
                 elif new.dtype != part.dtype or new.data_ptr() != part.data_ptr():
                     raise ValueError(
-                        f"a sharded {cls.__name__} can't be moved or converted ({key} from {part.dtype} on "
+                        f"a sharded {type(self).__name__} can't be moved or converted ({key} from {part.dtype} on "
                         f"{part.device} to {new.dtype} on {new.device}): do that before hocket.fully_shard, where "
                         f"dtypes are Precision(...)"
                     )
@@ -273,13 +274,13 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
         kept = self._parameters
         self.__dict__["_parameters"] = {k: v for k, v in kept.items() if not isinstance(v, ShardedParameter)}
         try:
-            return cls._apply(self, fn, recurse)
+            return super()._apply(fn, recurse)
         finally:
             dict.update(kept, self._parameters)
             self.__dict__["_parameters"] = kept
 
-    def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        cls._save_to_state_dict(self, destination, prefix, keep_vars)
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         for key, shard in self._parameters.items():
             if isinstance(shard, ShardedParameter) and not keep_vars:
                 full = self.__dict__.get(key)
@@ -287,22 +288,14 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
                 kept = shard.like(shard.group.locals[shard.position])
                 destination[prefix + key] = full.detach().clone() if gathered else kept
 
-    def load(self: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        state = dict(state)
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        state = dict(state_dict)
         for key, shard in self._parameters.items():
             found = state.get(prefix + key)
             if isinstance(shard, ShardedParameter) and isinstance(found, Tensor) and found is not shard:
                 _load(shard, found, prefix + key)
                 state[prefix + key] = shard
-        cls._load_from_state_dict(self, state, prefix, *rest)
-
-    # The name stays: transformers looks classes up by it.
-    body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_hocket_original": cls}
-    body |= {"__getattr__": getattr_, "__reduce_ex__": reduce}
-    body |= {"_apply": apply, "_load_from_state_dict": load, "_save_to_state_dict": save}
-    if forward is not None:
-        body["forward"] = forward
-    return type(cls.__name__, (cls,) if methods is None else (methods, cls), body)
+        super()._load_from_state_dict(state, prefix, *rest)
 
 
 def guard_saving(module: nn.Module) -> None:

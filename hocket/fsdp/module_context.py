@@ -19,8 +19,9 @@ from hocket.fsdp.lookahead import Lookahead
 from hocket.fsdp.module_unit import Budget, Claim, Unit
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.same_order import SameOrder, UnusedGradients
+from hocket.fsdp.same_order import SameOrder
 from hocket.fsdp.shard_groups import ShardGroups
+from hocket.fsdp.unused import UnusedGradients
 from hocket.runtime.queue import Ticket, queue_of
 
 
@@ -276,23 +277,17 @@ class ShardContext:
                     group.bind(group.weight)
                 else:
                     unit.use(group, FullBuffer(group.layout.total, group.compute_dtype, group.device))
-        self._place_gradients(self.options.staging)
-
-    def _place_gradients(self, count: int) -> None:
-        """Assign staging memory, shared by all units that reduce over the same ranks.
-
-        Units that contain others get their own: they collect gradients while these run, and would block a buffer.
-        """
+        # Staging memory is shared by all units that reduce over the same ranks. Units that contain others get their
+        # own: they collect gradients while these run, and would block a buffer.
         users: dict[object, list[tuple[Unit, ParamGroup]]] = {}
         for unit in self.units:
             for group in unit.groups:
-                if group.trainable:
-                    key = unit if unit.contains_units else None, group.groups.reduce, group.formats.wire
-                    users.setdefault(key, []).append((unit, group))
+                key = unit if unit.contains_units else None, group.groups.reduce, group.formats.wire
+                users.setdefault(key, []).append((unit, group))
         self._staging = {}
         for alike in users.values():
             unit, group = alike[0]
-            number = len(alike) if unit.contains_units else count
+            number = len(alike) if unit.contains_units else self.options.staging
             memory = StagingMemory(number, group.formats.wire, group.device, self.reducing.caller)
             self._staging |= dict.fromkeys((one for _, one in alike), memory)
 
@@ -343,12 +338,6 @@ class ShardContext:
         self.ahead.explicit[unit, backward] = units
         if self._residency.units is not None:
             self._residency.units = max(self._residency.units, len(units) + 1)
-
-    def stage_anew(self) -> None:
-        """Reassign staging memory after a change of trained parameters."""
-        self.finish_step()
-        count = max((staging.count for staging in self._staging.values()), default=self.options.staging)
-        self._place_gradients(count)
 
     def staging_count(self, count: int) -> None:
         for staging in set(self._staging.values()):
@@ -447,7 +436,7 @@ class ShardContext:
         complete.
         """
         reduce, sent = self.groups.reduce, sum(unit.reduces for unit in self.units)
-        if reduce.copies and sent > self._shown and not torch.cuda.is_current_stream_capturing():
+        if reduce.copies and sent > self._shown:
             self._shown = sent
             self.reducing.submit("life", lambda: reduce.all_reduce(torch.zeros(1, device=self.device)))
 

@@ -31,7 +31,6 @@ from hocket.fsdp.options import UnitOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.runtime.queue import Ticket
 from hocket.runtime.transports import Pending
-from hocket.runtime.weights import set_sink
 
 Around = tuple[Callable[..., tuple[Any, Any]], Callable[..., Any]]
 
@@ -98,13 +97,7 @@ class Unit:
             group.make_grads = partial(self._make_grads, group)
             group.let_grads_go = partial(self._let_grads_go, group)
             group.changed_by = partial(self._train, group)
-        self.driven = False
-        """Whether hooks drive it, which know of every invocation; else the caller's own calls do."""
-        self.see: Callable[[nn.Parameter], None] = lambda param: None
-        """Tells a driver to watch a parameter that is trained again."""
         self._place = {m.param: (g, i) for g in self.groups for i, m in enumerate(g.members)}
-        for param in self._place:
-            set_sink(param, partial(self.grad_target, param))
 
     def __str__(self) -> str:
         return f"unit {self.name!r}" if self.name else "the root unit"
@@ -266,24 +259,23 @@ class Unit:
         found = self._staged.get(group)
         if found is None:
             self.context.before_waiting()  # for a free staging buffer
-            found = self._staged[group] = Staged(group, self.context.staging_of(group))
+            found = self._staged[group] = Staged(group.layout, self.context.staging_of(group), group.learning)
         return found
 
     def grad_ready(self, param: nn.Parameter) -> None:
         """Take over the gradient that autograd left in a full parameter, if any."""
         grad, param.grad = param.grad, None
+        if grad is None:
+            return
         group, index = self._place[param]
-        if grad is not None:
-            grad = grad.detach()  # it has a graph with create_graph=True
-            if grad.layout is not torch.strided:  # nn.Embedding(sparse=True)
-                grad = grad.to_dense()
-            if self.context.adds_up_locally(self, group):
-                group.local.add(index, grad)
-                self.context.reductions_open = True
-            else:
-                self.staged(group).add(index, grad)
-        if group in self._staged:
-            self._staged[group].arrived(index)
+        grad = grad.detach()  # it has a graph with create_graph=True
+        if grad.layout is not torch.strided:  # nn.Embedding(sparse=True)
+            grad = grad.to_dense()
+        if self.context.adds_up_locally(self, group):
+            group.local.add(index, grad)
+            self.context.reductions_open = True
+        else:
+            self.staged(group).add(index, grad)
 
     def refuse_unexpected(self) -> None:
         """Refuse gradients computed with weights that were not claimed.
@@ -299,22 +291,12 @@ class Unit:
                 f"of the module"
             )
 
-    def grad_target(self, param: nn.Parameter) -> tuple[Tensor, bool]:
-        """(where a gradient may be written directly, shaped like the parameter, whether to add)."""
-        if self.driven:
-            self.refuse_unexpected()
-        group, index = self._place[param]
-        if self.context.adds_up_locally(self, group):
-            self.context.reductions_open = True
-            return group.local.target(index)
-        return self.staged(group).target(index)
-
     @property
     def complete(self) -> bool:
         """Whether every trainable parameter has contributed since the last reduce."""
         staged = self._staged
         return len(staged) == sum(group.learning > 0 for group in self.groups) and not any(
-            one.unfinished for one in staged.values()
+            one.missing for one in staged.values()
         )
 
     def reduce(self) -> None:
@@ -398,12 +380,7 @@ class Unit:
                 f"requires_grad of {group.members[index].name} is set between a forward and its backward: set it "
                 f"before the forward"
             )
-        if trains and not group.trainable:
-            group.trainable = True
-            self.context.stage_anew()
         group.train(index, trains)
-        if trains:
-            self.see(group.members[index].param)
 
     def forget_graphs_since(self, backward: int) -> None:
         """At the end of a backward: drop invocations of graphs made inside of it, which have no backward.

@@ -29,11 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.fsdp.buffers import LocalSum, ShardGrads, ShardMemory, zero_others
 from hocket.fsdp.layout import FlatLayout
 from hocket.fsdp.members import Member
 from hocket.fsdp.options import Offload, Precision
-from hocket.fsdp.shard_grads import LocalSum, ShardGrads, ShardMemory, Usage, zero_others
 from hocket.fsdp.shard_groups import ShardGroups
+from hocket.fsdp.unused import Usage
 from hocket.layers.slices import Span
 from hocket.runtime.transports import Pending
 
@@ -60,7 +61,6 @@ class ParamGroup:
         param = members[0].param
         self.members, self.groups, self.device = tuple(members), groups, device
         self.memory = ShardMemory(device, offload)
-        self.trainable = param.requires_grad
         self.formats = precision.of(param.dtype)
         self.divide = groups.divide
         """Divisor of summed gradients."""
@@ -97,7 +97,7 @@ class ParamGroup:
         """`late`: parameters came from the meta device and get values after sharding; `valueless`: not yet."""
         self._said = 0  # explicit invalidations of main
         self._seen = -1, -1  # the edition of main at the last refresh
-        self._learns = [self.trainable] * len(members)  # currently trained members
+        self._learns = [param.requires_grad] * len(members)  # currently trained members
         self.usage = Usage(self._learns)
         self._has = [False] * len(members)  # members with a gradient in main_grad
         self._summed = True  # whether main_grad is the same on all replicas
@@ -288,7 +288,7 @@ class ParamGroup:
     def grad_of(self, index: int) -> Tensor | None:
         """The gradient here of a member, 1-D, after all reductions; None without one."""
         self.settle()
-        if not self.trainable or not self._has[index] or self.usage.unused_by_all(index):
+        if not self._has[index] or self.usage.unused_by_all(index):
             return None
         return self.grads.views()[index]
 
@@ -302,7 +302,7 @@ class ParamGroup:
 
     def set_grad(self, index: int, value: Tensor) -> None:
         """Copy a 1-D tensor to the gradient here of a member."""
-        if not self.trainable:
+        if not self._learns[index]:
             raise ValueError(f"{self.members[index].name} is frozen and has no gradient: set it to None only")
         self.settle()
         self.make_grads()

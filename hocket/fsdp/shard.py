@@ -31,6 +31,7 @@ from hocket.fsdp.members import (
     found_parameters,
     guard_saving,
     make_buckets,
+    mark_full,
     watch_reads,
 )
 from hocket.fsdp.module_context import ShardContext
@@ -40,7 +41,6 @@ from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.same_order import order_over
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
 from hocket.fsdp.sharded_parameter import make_parameter
-from hocket.runtime.weights import set_sink, sink_of
 
 
 def materialize(params: Sequence[Member], device: torch.device, options: ShardOptions) -> list[Member]:
@@ -120,7 +120,7 @@ def _adopt(root: nn.Module, units: Sequence[Unit]) -> None:
     }
     for module in root.modules():
         for key, param in list(module._parameters.items()):
-            if param is not None and param in holders and sink_of(param) is not None:
+            if param is not None and param in holders:
                 unit, group, i = holders[param]
                 group.rename(i, group.members[i].name, (module, key))
                 module._parameters[key] = group.shards[i]
@@ -281,8 +281,8 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
         for group in unit.groups:
             for member, shard in zip(group.members, group.shards, strict=True):
                 shard.read_on_demand = _reader(unit, member)
-                if member.dtensor is not None and (given := member.given) is not None:
-                    set_sink(given, _never)  # marks it, for optimizers built too early
+                if (given := member.given) is not None:
+                    mark_full(given)
                 for owner, key in member.owners:
                     dict.__setitem__(owner._parameters, key, shard)  # not through `Managed`, which refuses
                     watch_reads(owner)
@@ -291,15 +291,10 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
             watch_reads(one, FSDPModule)
             for model in one.modules():
                 guard_saving(model)
-        unit.driven = not manual
-        if unit.driven:
+        if not manual:
             hooks.drive(unit)
     contexts.add(context)
     checked.clear()  # an optimizer may hold parameters just sharded
-
-
-def _never() -> tuple[Tensor, bool]:
-    raise AssertionError("modules compute with no DTensor that they were built with")
 
 
 def _reader(unit: Unit, member: Member) -> Callable[[], Tensor | None]:

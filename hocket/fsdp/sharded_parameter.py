@@ -324,8 +324,6 @@ class ShardedParameter(_Tensor):
         if requires_grad != self.requires_grad:
             self.group.change(self.position, requires_grad)
         _REQUIRES_GRAD.__set__(self, requires_grad)
-        if requires_grad and not self._post_accumulate_grad_hooks:
-            torch.Tensor.register_post_accumulate_grad_hook(self, _refuse_gradient)
         return self
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
@@ -346,17 +344,25 @@ class ShardedParameter(_Tensor):
 def make_parameter(group: Any, position: int, spec: DTensorSpec | None) -> Any:
     """Member `position` of a group."""
     shard: Any
-    local = group.locals[position]
+    local, trains = group.locals[position], group.members[position].param.requires_grad
     if spec is None:
-        shard = torch.Tensor._make_subclass(_Whole, local.view(group.members[position].shape), group.trainable)
+        shard = torch.Tensor._make_subclass(_Whole, local.view(group.members[position].shape), trains)
     else:
         rows = _in_rows(group, position, local)
-        shard = _Divided.over(rows, spec, *_notes(group, position), group.trainable)
+        shard = _Divided.over(rows, spec, *_notes(group, position), trains)
         shard._is_param = True
     shard._group, shard.position, shard.read_on_demand = weakref.ref(group), position, None
-    if group.trainable:
-        torch.Tensor.register_post_accumulate_grad_hook(shard, _refuse_gradient)
+    hook_gradients(shard, _refuse_gradient)
     return shard
+
+
+def hook_gradients(param: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Run `hook` after each gradient of a parameter, also of a frozen one that is trained later."""
+    if param.is_floating_point() or param.is_complex():
+        trains = param.requires_grad
+        _REQUIRES_GRAD.__set__(param, True)  # torch takes no such hook of a frozen parameter
+        torch.Tensor.register_post_accumulate_grad_hook(param, hook)
+        _REQUIRES_GRAD.__set__(param, trains)
 
 
 def _in_rows(group: Any, position: int, local: Tensor) -> Tensor:

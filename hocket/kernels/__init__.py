@@ -49,7 +49,7 @@ def formulas() -> Iterator[None]:
 def refuse_graph() -> None:
     """Refuse `create_graph=True` in a kernel's backward: the graph would lack second derivatives."""
     if torch.is_grad_enabled():
-        raise RuntimeError("hocket's GPU kernels have no second derivatives: call backward without create_graph=True")
+        raise RuntimeError("hocket's functions have no second derivatives: call backward without create_graph=True")
 
 
 def usable(*tensors: Tensor) -> bool:

@@ -72,7 +72,7 @@ def launch(
 
 # -------------------------------------------------------------------------------------------------------------- squares
 #
-# Sums of squares of tensors in fp64: see `fsdp/shard_grads.py`.
+# Sums of squares of tensors in fp64: see `fsdp/buffers.py`.
 
 
 SQUARED = 4096

@@ -325,13 +325,6 @@ def _bounds(wheres: Sequence[Destination]) -> list[tuple[int, int]]:
     return found
 
 
-def _made(where: Destination, write: Product) -> Tensor:
-    """A gradient as a tensor of its own."""
-    out = torch.empty_like(where.again())
-    write(out)
-    return out
-
-
 class _Linears(torch.autograd.Function):
     """Several products of one input."""
 
@@ -374,10 +367,7 @@ class _Linears(torch.autograd.Function):
         else:
             x_TD = ctx.saved_tensors[0].detach().reshape(-1, ctx.x_shape[-1])
             works = [Product(partial(write_product, g.t(), x_TD)) for g in gs]
-        found = [
-            where.contribute(ctx, i, work, partial(_made, where, work))
-            for i, (where, work) in enumerate(zip(wheres, works, strict=True), 1)
-        ]
+        found = [where.contribute(ctx, i, work) for i, (where, work) in enumerate(zip(wheres, works, strict=True), 1)]
         return dx, *found, None, None
 
 
@@ -410,8 +400,8 @@ class _Mlp(torch.autograd.Function):
             dx = product(rows.values, w.transposed(), rows.scale, None, dtype).view(ctx.shape)
         factors = _Factors(rows, Rows(values, scale), w.scale)
         work = Product(partial(factors.write, 0, rows.values.shape[1], dtype))
-        dw_down = where_down.contribute(ctx, 2, work_down, partial(_made, where_down, work_down))
-        return dx, where.contribute(ctx, 1, work, partial(_made, where, work)), dw_down, None, None
+        dw_down = where_down.contribute(ctx, 2, work_down)
+        return dx, where.contribute(ctx, 1, work), dw_down, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------- fp8 experts

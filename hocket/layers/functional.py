@@ -1,11 +1,10 @@
 """The functions that read weights: linear, score, grouped linear, scale, shift, embedding; `norms.py` has the norms.
 
-For an ordinary parameter each of them is the stock torch function; in a module sharded by `fully_shard`, backward of
-`linear` and `embedding` writes the weight gradient where it is sent from. For a managed parameter only activations
-enter autograd: the weight is looked up when forward runs and again when backward runs, and the weight gradient is left
-to the segment's queue. `runtime/weights.py` tells them apart. On a CPU all ways compute the same bits, because the
-formulas and their operand order are those of torch's own derivatives. On a GPU gradients that products add up are
-rounded less often, and experts' weight gradients have a product of their own (`kernels/products.py`).
+For an ordinary parameter each of them is the stock torch function. For a managed parameter only activations enter
+autograd: the weight is looked up when forward runs and again when backward runs, and the weight gradient is left to the
+segment's queue. `runtime/weights.py` tells them apart. On a CPU all ways compute the same bits, because the formulas
+and their operand order are those of torch's own derivatives. On a GPU gradients that products add up are rounded less
+often, and experts' weight gradients have a product of their own (`kernels/products.py`).
 
 Note: [Nothing but activations is saved]
 A weight that autograd saves would pin its slot, and after a release the slot holds another layer's weights.
@@ -25,66 +24,43 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hocket.kernels import refuse_graph, usable
 from hocket.runtime.weights import (
     Destination,
-    Ordinary,
     Product,
     Queued,
     apply,
     current_queue,
+    destination,
     put,
     queued,
     save_input,
     saved_input,
-    sink_of,
     sum_of_products,
     value_of,
     weight_of,
     write_product,
-    writes_itself,
 )
 
 
 def linear(x_TD: Tensor, p_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
-    """`x @ p.T + bias`, of shape [..., F]. A managed weight has no bias."""
-    weight = weight_of(p_FD)
-    if weight is not None:
-        assert bias_F is None, f"{weight.name} is managed, and would lose its bias"
-        return _Linear.apply(x_TD, None, None, queued(x_TD, weight), None, x_TD.dtype)
-    if not writes_itself(x_TD, p_FD, bias_F):
+    """`x @ p.T + bias`, of shape [..., F]. The bias of a managed weight is managed too."""
+    weight, offset = weight_of(p_FD), None if bias_F is None else weight_of(bias_F)
+    if weight is None:
         return F.linear(x_TD, p_FD, bias_F)
-    if x_TD.dim() == 2:
-        return _written(x_TD, p_FD, bias_F)
-    # Views are made out here: what a Function returns must be no view, or nobody could change it in place.
-    x_RD, shape = x_TD.flatten(0, -2), (*x_TD.shape[:-1], p_FD.shape[0])
-    if bias_F is None or x_TD.is_contiguous():
-        return _written(x_RD, p_FD, bias_F).view(shape)
-    # To the product with an input of any other layout torch adds the bias in an operation of its own.
-    return _written(x_RD, p_FD, None).view(shape) + bias_F
-
-
-def _written(x_RD: Tensor, p_FD: Tensor, bias_F: Tensor | None) -> Tensor:
-    """`linear` of an ordinary weight that has a sink."""
-    bias = None if bias_F is None else Ordinary(bias_F, sink_of(bias_F))
-    return _Linear.apply(x_RD, p_FD, bias_F, Ordinary(p_FD, sink_of(p_FD)), bias, x_RD.dtype)
-
-
-def linear_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    """`linear` with the module's weight and bias."""
-    return linear(x, module.weight, module.bias)
+    assert bias_F is None or offset is not None, f"{weight.name} is managed and its bias is not"
+    of_bias = None if offset is None else queued(x_TD, offset)
+    return _Linear.apply(x_TD, queued(x_TD, weight), of_bias, x_TD.dtype)
 
 
 def linears(x_TD: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """`linear` of every weight. On a GPU one product after another adds its part to the gradient of `x`."""
-    if len(params) == 1 or not _sums_itself(x_TD, params):
+    values = [value_of(p) for p in params]
+    if len(params) == 1 or not usable(x_TD, *values) or any(value.dtype != x_TD.dtype for value in values):
         return tuple(linear(x_TD, p) for p in params)
-    wheres: list[Destination] = []
-    for p in params:
-        weight = weight_of(p)
-        wheres.append(Ordinary(p, sink_of(p)) if weight is None else queued(x_TD, weight))
+    wheres = [destination(x_TD, p) for p in params]
     return _Linears.apply(x_TD, *(where.given for where in wheres), wheres)
 
 
@@ -98,7 +74,7 @@ def score(x_TD: Tensor, p_ED: Tensor) -> tuple[Tensor, Tensor]:
         return apply(_Score, x_TD, p_ED)
     if weight is None:
         return x_TD, F.linear(x_TD.float(), p_ED.float())
-    return x_TD, _Linear.apply(x_TD, None, None, queued(x_TD, weight), None, torch.float32)
+    return x_TD, _Linear.apply(x_TD, queued(x_TD, weight), None, torch.float32)
 
 
 def grouped_linear(x_RD: Tensor, p_EDF: Tensor, offsets_E: Tensor, turned: bool = False) -> Tensor:
@@ -131,22 +107,10 @@ def shift(x_TD: Tensor, p_D: Tensor) -> Tensor:
 def embedding(ids_T: Tensor, p_VD: Tensor, padding: int = -1) -> Tensor:
     """Rows `p[ids]`, of shape [..., D]. The row `padding` of a managed weight gets no gradient."""
     weight = weight_of(p_VD)
-    if weight is not None:
-        queue = current_queue()
-        if queue is None:
-            return F.embedding(ids_T, weight.tensor())
-        return _Embedding.apply(queue.anchored(), ids_T, Queued(weight, queue), padding)
-    if not writes_itself(ids_T, p_VD):
-        return F.embedding(ids_T, p_VD)
-    return _Embedding.apply(p_VD, ids_T, Ordinary(p_VD, sink_of(p_VD)), padding)
-
-
-def embedding_forward(module: nn.Embedding, ids_T: Tensor) -> Tensor:
-    """`embedding` with the module's table; what its options ask for beyond that is left to torch."""
-    plain = module.padding_idx is None and module.max_norm is None
-    if plain and not module.scale_grad_by_freq and not module.sparse:
-        return embedding(ids_T, module.weight)
-    return nn.Embedding.forward(module, ids_T)
+    queue = None if weight is None else current_queue()
+    if weight is None or queue is None:
+        return F.embedding(ids_T, value_of(p_VD))
+    return _Embedding.apply(queue.anchored(), ids_T, Queued(weight, queue), padding)
 
 
 def grouped_mm(x_RD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
@@ -189,18 +153,6 @@ def _writes_itself(x_RD: Tensor, g_RF: Tensor, out_EDF: Tensor, add: bool) -> bo
     return exact and usable(x_RD, g_RF, out_EDF) and x_RD.dtype == g_RF.dtype == torch.bfloat16
 
 
-def _sums_itself(x_TD: Tensor, params: Sequence[Tensor]) -> bool:
-    """Whether nobody has to see or change the products of a GPU or their gradients."""
-    values = [value_of(p) for p in params]
-    ordinary = [p for p in params if weight_of(p) is None]
-    return (
-        usable(x_TD, *values)
-        and len(ordinary) in (0, len(params))
-        and all(value.dtype == x_TD.dtype for value in values)
-        and all(sink_of(p) is None or writes_itself(x_TD, p) for p in ordinary)
-    )
-
-
 def _is_widened(x_TD: Tensor, value_FD: Tensor) -> bool:
     """Whether tensor cores take both operands as they are. No launch takes a matrix without rows."""
     return usable(x_TD, value_FD) and x_TD.dtype == value_FD.dtype == torch.bfloat16 and x_TD.numel() > 0
@@ -238,18 +190,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _sum_wgrad(g_RF: Tensor, out_F: Tensor, add: bool, scale: float) -> None:
-    """Write the sum of the rows of `g` to `out`, or add it."""
-    if add or scale != 1.0 or out_F.dtype != g_RF.dtype:
-        put(g_RF.sum(0), out_F, add, scale)
-    else:
-        torch.sum(g_RF, 0, out=out_F)
-
-
-def _input_gradient(g_RF: Tensor, x_RD: Tensor, weight_FD: Tensor) -> Tensor:
-    """`g @ weight`, laid out like `x`, as autograd does it: bits may depend on the layout of the operands."""
-    if x_RD.dim() == 2 and x_RD.stride() == (1, x_RD.shape[0]):
-        return (weight_FD.t() @ g_RF.t()).t()
-    return g_RF @ weight_FD
+    put(g_RF.sum(0), out_F, add, scale)
 
 
 def _score_wgrad(x_TD: Tensor, g_TE: Tensor, out_ED: Tensor, add: bool, scale: float) -> None:
@@ -267,18 +208,10 @@ def _shift_wgrad(g: Tensor, out_D: Tensor) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """Neither a managed weight nor its bias is given; ordinary ones have sinks, and `x` two dimensions."""
+    """Of managed weights and biases."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        given: Tensor | None,
-        bias: Tensor | None,
-        where: Destination,
-        of_bias: Destination | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, where: Queued, of_bias: Queued | None, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
         ctx.where, ctx.of_bias, ctx.dtype = where, of_bias, dtype
@@ -287,18 +220,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         if g is None:  # what its weight gets is no gradient either, which is not zeros
-            return (None,) * 6
+            return None, None, None, None
         (x,) = ctx.saved_tensors
-        where, dtype = ctx.where, ctx.dtype
-        weight_FD = _as(where.again(), dtype)
-        dx = _as(_input_gradient(g, x, weight_FD), x.dtype) if ctx.needs_input_grad[0] else None
-        write = partial(_linear_wgrad, where.keep(x), g, dtype)
+        weight_FD = _as(ctx.where.value(), ctx.dtype)
+        dx = _as(g @ weight_FD, x.dtype) if ctx.needs_input_grad[0] else None
+        write = partial(_linear_wgrad, x.detach(), g, ctx.dtype)
         # A gradient in a wider dtype than weights have is rounded to theirs before anything is added.
-        work = Product(write) if dtype == x.dtype else partial(write, add=False, scale=1.0)
-        dw, db = where.contribute(ctx, 1, work, lambda: g.t() @ x), None
+        work = Product(write) if ctx.dtype == x.dtype else partial(write, add=False, scale=1.0)
+        ctx.where.contribute(ctx, 1, work)
         if ctx.of_bias is not None:
-            db = ctx.of_bias.contribute(ctx, 2, Product(partial(_sum_wgrad, _rows(g))), lambda: g.sum(0))
-        return dx, dw, db, None, None, None
+            ctx.of_bias.contribute(ctx, 2, Product(partial(_sum_wgrad, _rows(g))))
+        return dx, None, None, None
 
 
 class _Linears(torch.autograd.Function):
@@ -322,7 +254,7 @@ class _Linears(torch.autograd.Function):
             pairs.sort(key=lambda pair: pair[0].shape[1])  # the largest sum is rounded once only
             dx = sum_of_products(pairs).view(x.shape)
         found = [
-            where.contribute(ctx, i, Product(partial(write_product, g_TF.t(), x_TD)), lambda g_TF=g_TF: g_TF.t() @ x_TD)
+            where.contribute(ctx, i, Product(partial(write_product, g_TF.t(), x_TD)))
             for i, (g_TF, where) in enumerate(zip(gs, ctx.wheres, strict=True), 1)
         ]
         return dx, *found, None
@@ -389,24 +321,22 @@ class _Shift(torch.autograd.Function):
 
 
 class _Embedding(torch.autograd.Function):
-    """Its first input makes autograd call backward: a weight that has a sink, or the anchor of a queue."""
+    """Of a managed weight. The anchor of its queue makes autograd call backward."""
 
     @staticmethod
-    def forward(ctx: Any, _given: Tensor, ids: Tensor, where: Destination, padding: int) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, ids: Tensor, where: Queued, padding: int) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.padding = padding
         return F.embedding(ids, save_input(ctx, ids, where))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        if g is None:
-            return None, None, None, None
-        (ids,) = ctx.saved_tensors
-        if ctx.padding >= 0:
-            g = g.masked_fill((ids == ctx.padding).unsqueeze(-1), 0.0)
-        rows = len(ctx.where.value()) if isinstance(ctx.where, Ordinary) else 0
-        work = Product(partial(write_rows, ids, g))
-        return ctx.where.contribute(ctx, 0, work, lambda: dense_gradient(ids, g, rows)), None, None, None
+        if g is not None:
+            (ids,) = ctx.saved_tensors
+            if ctx.padding >= 0:
+                g = g.masked_fill((ids == ctx.padding).unsqueeze(-1), 0.0)
+            ctx.where.contribute(ctx, 2, Product(partial(write_rows, ids, g)))
+        return None, None, None, None
 
 
 # ----------------------------------------------------------------------------------------------------------- table rows

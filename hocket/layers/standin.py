@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hocket.layers import functional
-from hocket.runtime.weights import Weight, WgradQueue, current_queue, queued, weight_of
+from hocket.runtime.weights import Weight, WgradQueue, current_queue, weight_of
 
 
 class StandIn(nn.Parameter):
@@ -120,13 +120,12 @@ def _apart(result: Any, storages: set[int]) -> Any:
 
 
 def _linear(func: Any, x: Tensor, p: Tensor, bias: Tensor | None = None) -> Tensor:
-    weight, offset = weight_of(p), None if bias is None else weight_of(bias)
+    weight = weight_of(p)
     if weight is None or weight.value is None or isinstance(x, StandIn):
         return _other(func, x, p, bias)
-    if x.dtype != weight.value.dtype or (bias is not None and offset is None):
+    if x.dtype != weight.value.dtype or (bias is not None and weight_of(bias) is None):
         return _other(func, x, p, bias)
-    of_bias = None if offset is None else queued(x, offset)
-    return functional._Linear.apply(x, None, None, queued(x, weight), of_bias, x.dtype)
+    return functional.linear(x, p, bias)
 
 
 def _embedding(func: Any, ids: Tensor, p: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:

@@ -15,10 +15,9 @@ How the two halves of a cell are put beside each other is a `Way`:
     off       one after the other
     ring      gather piece by piece, and multiply what has arrived while the next is on its way
     pipeline  multiply piece by piece, and hand each result out while the next is computed
-    bulk      beside other things: the second gather of x beside the product of the input gradient; and if the weight
-              gradient is computed at once, the sum over ranks beside that
+    bulk      beside other things: the second gather of x beside the product of the input gradient
 
-Weight gradients are values (`runtime/weights.py`): gathered x or g is kept until they are computed.
+Weights are managed ones (`runtime/weights.py`): gathered x or g is kept until their gradients are computed.
 
 Note: [Pieces take turns on two queues]
 A product is done in waves of tiles, as many at a time as the GPU has processors, and the last wave of a piece is rarely
@@ -47,11 +46,9 @@ from hocket.runtime.comm import Group
 from hocket.runtime.lanes import SideStream
 from hocket.runtime.tokens import CopiedTokens, Spread, Tokens
 from hocket.runtime.weights import (
-    Destination,
-    Ordinary,
     Product,
     Queued,
-    current_queue,
+    queued,
     save_input,
     sum_of_products,
     weight_of,
@@ -142,7 +139,9 @@ class Tensors:
 
     def sum(self, partial_TD: Tensor) -> Tensor:
         """The sum over ranks of partial sums, of which this rank keeps its tokens: [S, D]."""
-        return self.begin_sum(partial_TD).get()
+        out_SD = partial_TD.new_empty(partial_TD.shape[0] // self.size, *partial_TD.shape[1:])
+        self.group.sum_parts(partial_TD, out_SD).wait()
+        return out_SD
 
     def begin_gather(self, x_SD: Tensor) -> Arriving:
         """Gather on the side."""
@@ -155,16 +154,6 @@ class Tensors:
             pending = self.group.all_gather(out_TD, x_SD)
         return Arriving(out_TD, (pending.wait, self.side.mark()), x_SD)
 
-    def begin_sum(self, partial_TD: Tensor, beside: bool = False) -> Arriving:
-        """The sum over ranks; with `beside`, on the side."""
-        out_SD = partial_TD.new_empty(partial_TD.shape[0] // self.size, *partial_TD.shape[1:])
-        if not beside:
-            pending = self.group.sum_parts(partial_TD, out_SD)
-            return Arriving(out_SD, (pending.wait,))
-        with self.side.forked():
-            pending = self.group.sum_parts(partial_TD, out_SD)
-        return Arriving(out_SD, (pending.wait, self.side.mark()), partial_TD)
-
     def begin_total(self, values: Tensor) -> Arriving:
         """The sum over ranks, in place, on the side."""
         with self.side.forked():
@@ -174,14 +163,12 @@ class Tensors:
 
 def column_linear(x_SD: Tensor, params: Sequence[Tensor], tensors: Tensors, way: Way) -> tuple[Tensor, ...]:
     """`x @ p.T` for every weight [F, D], of all ranks' x: tensors of shape [T, F]."""
-    wheres = tuple(map(_destination, params))
-    return _Column.apply(x_SD, tensors, way, wheres, *(where.given for where in wheres))
+    return _Column.apply(x_SD, tensors, way, [_queued(x_SD, p) for p in params])
 
 
 def row_linear(x_TF: Tensor, param_DF: Tensor, tensors: Tensors, way: Way) -> Tensor:
     """The sum over ranks of their `x @ p.T`, of which each keeps its tokens: [S, D]."""
-    where = _destination(param_DF)
-    return _Row.apply(x_TF, where.given, tensors, way, where)
+    return _Row.apply(x_TF, tensors, way, _queued(x_TF, param_DF))
 
 
 def gathered_tokens(x_SD: Tensor, tensors: Tensors) -> Tensor:
@@ -194,18 +181,14 @@ def summed_tokens(x_TD: Tensor, tensors: Tensors) -> Tensor:
     return _Moved.apply(x_TD, tensors.sum, tensors.gather)
 
 
-def _destination(param: Tensor) -> Destination:
+def _queued(x: Tensor, param: Tensor) -> Queued:
     weight = weight_of(param)
-    return Ordinary(param) if weight is None else Queued(weight, current_queue())
+    assert weight is not None, "weights that are spread over tensor-parallel ranks are managed"
+    return queued(x, weight)
 
 
 def _wgrad(x: Arriving, g: Arriving, out_FD: Tensor, add: bool, scale: float) -> None:
     write_product(g.get().t(), x.get(), out_FD, add, scale)
-
-
-def _contribute(ctx: Any, index: int, where: Destination, x: Arriving, g: Arriving) -> Tensor | None:
-    """Leave a managed weight's gradient to its queue, which will wait for x and g; compute that of an ordinary one."""
-    return where.contribute(ctx, index, Product(partial(_wgrad, x, g)), lambda: g.get().t() @ x.get())
 
 
 def _products(a: Tensor, others: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
@@ -256,9 +239,7 @@ def summed_products(pairs: Sequence[tuple[Tensor, Tensor]], tensors: Tensors, sp
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, tensors: Tensors, way: Way, wheres: Sequence[Destination], *given: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, tensors: Tensors, way: Way, wheres: Sequence[Queued]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x)
         ctx.tensors, ctx.way, ctx.wheres = tensors, way, wheres
         x_SD, values = x.reshape(-1, x.shape[-1]), [where.value().t() for where in wheres]
@@ -273,25 +254,21 @@ class _Column(torch.autograd.Function):
         tensors, way = ctx.tensors, ctx.way
         x_SD = x.detach().reshape(-1, x.shape[-1])
         pairs = [(g.contiguous(), where.again()) for g, where in zip(grads, ctx.wheres, strict=True)]
-        # x is gathered first, beside the product of the input gradient. Gradients of ordinary weights are wanted now,
-        # and the sum over ranks runs beside their product; those of managed ones are not, and nothing is left for it.
-        now = any(isinstance(where, Ordinary) for where in ctx.wheres)
-        again = tensors.begin_gather(x_SD) if way.backward != "off" else None
+        again = tensors.begin_gather(x_SD) if way.backward != "off" else None  # beside the products that follow
         if way.backward == "pipeline":
-            dx = Arriving(summed_products(pairs, tensors, way.splits[1]))
+            dx = summed_products(pairs, tensors, way.splits[1])
         else:
-            dx = tensors.begin_sum(sum_of_products(pairs), beside=now and way.backward == "bulk")
-        if not now:
-            dx.get()
+            dx = tensors.sum(sum_of_products(pairs))
         if again is None:
             again = Arriving(tensors.gather(x_SD))
-        found = [_contribute(ctx, i, ctx.wheres[i - 4], again, Arriving(g)) for i, (g, _) in enumerate(pairs, 4)]
-        return dx.get().view(x.shape), None, None, None, *found
+        for where, (g, _) in zip(ctx.wheres, pairs, strict=True):
+            where.contribute(ctx, 3, Product(partial(_wgrad, again, Arriving(g))))
+        return dx.view(x.shape), None, None, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, given: Tensor | None, tensors: Tensors, way: Way, where: Destination) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tensors: Tensors, way: Way, where: Queued) -> Tensor:
         ctx.tensors, ctx.way = tensors, way
         x_TF, value_FD = x.reshape(-1, x.shape[-1]), save_input(ctx, x, where).t()
         if way.forward == "pipeline":
@@ -309,8 +286,9 @@ class _Row(torch.autograd.Function):
         else:
             whole_TD = tensors.gather(g_SD)
             dx, g_TD = whole_TD @ value_DF, Arriving(whole_TD)
-        found = _contribute(ctx, 1, ctx.where, Arriving(x.detach().reshape(-1, x.shape[-1])), g_TD)
-        return dx.view(x.shape), found, None, None, None
+        x_TF = Arriving(x.detach().reshape(-1, x.shape[-1]))
+        ctx.where.contribute(ctx, 3, Product(partial(_wgrad, x_TF, g_TD)))
+        return dx.view(x.shape), None, None, None
 
 
 class _Moved(torch.autograd.Function):

@@ -18,7 +18,7 @@ from torch import Tensor
 from hocket.kernels import usable
 from hocket.model.context import among, in_order, in_ranks
 from hocket.model.documents import Context, Documents, Seen, Span, Told, attend, has_flash, whole_sequences
-from hocket.runtime.weights import Destination, Ordinary, Product, put, queued, weight_of
+from hocket.runtime.weights import Destination, Product, destination, put
 
 # -- partial attention -------------------------------------------------------------------------------------------------
 # Attention to some of the keys that count, with what it takes to put such results together, and its gradients.
@@ -131,8 +131,7 @@ def attend_with_sinks(
     q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, param_H: Tensor, documents: Seen, window: int = 0
 ) -> Tensor:
     """`documents.attend` with a sink for each query head: [T, H, N]."""
-    weight = weight_of(param_H)
-    where: Destination = Ordinary(param_H) if weight is None else queued(q_THN, weight)
+    where = destination(q_THN, param_H)
     return _Sinks.apply(q_THN, k_TKN, v_TKN, where.given, where, (documents, window))
 
 

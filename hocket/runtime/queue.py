@@ -29,7 +29,7 @@ Work = Callable[[], Pending | None]
 class Ticket:
     """A point in a queue that other work can wait for."""
 
-    __slots__ = ("_capture", "_event", "_queue", "_recorded_on", "_waited_on", "done", "name")
+    __slots__ = ("_event", "_queue", "_recorded_on", "_waited_on", "done", "name")
 
     def __init__(self, name: str, queue: Queue) -> None:
         self.name = name
@@ -38,7 +38,6 @@ class Ticket:
         self._queue = queue
         self._event: torch.cuda.Event | None = None
         self._recorded_on = self._waited_on = -1  # stream handles; the default stream is 0
-        self._capture = 0  # the capture of its queue in which it was recorded; 0: none
 
     def __repr__(self) -> str:
         return f"Ticket({self.name})"
@@ -51,11 +50,6 @@ class Ticket:
         """Whether waiting for this also waits for `earlier`: both were recorded on one stream."""
         return self._recorded_on == earlier._recorded_on
 
-    def __del__(self) -> None:
-        # Safe to reuse: a stream that waits for the event waits for its last record before the wait.
-        if self._event is not None:
-            self._queue._events.append(self._event)
-
 
 class Queue:
     """An ordered queue of work; on a GPU a high-priority stream. See Note: [Queue semantics]."""
@@ -63,8 +57,6 @@ class Queue:
     def __init__(self, name: str, device: torch.device | str) -> None:
         self.name, self.device = name, torch.device(device)
         self._stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
-        self._events: list[torch.cuda.Event] = []
-        self._captures = 0
         self._pending: deque[tuple[Ticket, Pending]] = deque()
 
     def __repr__(self) -> str:
@@ -94,7 +86,7 @@ class Queue:
     def join(self) -> None:
         """Order the caller's following work after everything submitted so far."""
         if self._stream is not None:
-            self._order_caller_behind(self._stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
         elif self._pending:
             self._finish(self._pending[-1][0])
 
@@ -105,7 +97,7 @@ class Queue:
         as completion.
         """
         if self._stream is not None:
-            self._order_caller_behind(self._stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
         for ticket, pending in self._pending:
             with suppress(Exception):
                 pending.wait()
@@ -147,8 +139,6 @@ class Queue:
     # With streams
 
     def _issue_on_stream(self, stream: torch.cuda.Stream, ticket: Ticket, work: Work, after: Sequence[Ticket]) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            self._enter_capture()
         with torch.cuda.stream(stream):
             for earlier in after:
                 earlier._queue._order(stream, earlier)
@@ -160,45 +150,15 @@ class Queue:
 
     def _record(self, ticket: Ticket, stream: torch.cuda.Stream) -> None:
         """Record a ticket on `stream`, the current one."""
-        if torch.cuda.is_current_stream_capturing():
-            self._enter_capture()
-            ticket._capture = self._captures
-        ticket._event = self._events.pop() if self._events else torch.cuda.Event()
+        ticket._event = torch.cuda.Event()
         ticket._event.record(stream)
         ticket._recorded_on = stream.cuda_stream
 
     def _order(self, stream: torch.cuda.Stream, ticket: Ticket) -> None:
         """Make `stream`, the current one, wait for a ticket of this queue."""
-        if ticket._recorded_on == stream.cuda_stream:
-            return
-        capture = 0
-        if torch.cuda.is_current_stream_capturing():
-            self._enter_capture()
-            capture = self._captures
-        if ticket._capture == capture:  # see Note: [Tickets and graphs]
+        if ticket._recorded_on != stream.cuda_stream:
             assert ticket._event is not None
             stream.wait_event(ticket._event)
-
-    def _enter_capture(self) -> None:
-        """Join the capture of the current stream.
-
-        Note: [Tickets and graphs]
-        A captured graph can't wait for work outside of it, and work outside can't wait for captured work. Neither is
-        needed: `torch.cuda.graph` synchronizes the device before capture, and a replay is ordered with its stream. So
-        tickets of the other side count as complete. A queue's stream joins the capture on its first use during it, and
-        must be joined before the capture ends.
-        """
-        assert self._stream is not None
-        caller = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._stream):
-            if not torch.cuda.is_current_stream_capturing():
-                self._stream.wait_stream(caller)
-                self._captures += 1
-
-    def _order_caller_behind(self, stream: torch.cuda.Stream) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            self._enter_capture()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
 
 
 _queues: dict[tuple[str, torch.device], Queue] = {}

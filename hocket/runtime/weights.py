@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from hocket.kernels import refuse_graph
 from hocket.runtime.transports import local_sum
@@ -172,18 +171,6 @@ def _put(write: Write, out: Tensor, add: bool, dtype: torch.dtype | None, scale:
         write(out)
 
 
-def write_to(write: Write, out: Tensor, add: bool) -> None:
-    """Run one `Write`: overwrite `out`, or add to it."""
-    if isinstance(write, Product):
-        write.put(out, add, 1.0)
-    elif add:
-        more = torch.empty_like(out)
-        write(more)
-        out.add_(more)
-    else:
-        write(out)
-
-
 class _Current(threading.local):
     queue: WgradQueue | None = None
 
@@ -211,29 +198,8 @@ def current_queue() -> WgradQueue | None:
 
 # --------------------------------------------------------------------------------------------------------- destinations
 #
-# Where a weight's gradient goes. Functions ask in forward; backward contributes there.
-#
-# A managed weight uses its segment's queue (`Queued`). An ordinary parameter returns a tensor to autograd or, if its
-# sharded unit has set a *sink*, writes into the reduction's buffer (`Ordinary`): the matrix product writes or adds
-# there, without a gradient tensor and a copy. Forward, input gradients and the first contribution have autograd's bits;
-# for later ones see `Note: [How a later contribution is added]`.
-
-
-_SINK = "hocket_sink"
-
-Sink = Callable[[], tuple[Tensor, bool]]
-"""Returns where to write the gradient of a full parameter, contiguous and of its shape, and whether to add. Called for
-each contribution, in backward, on the stream that computes it."""
-
-
-def set_sink(param: Tensor, sink: Sink | None) -> None:
-    """Set or remove the sink of a full parameter."""
-    setattr(param, _SINK, sink)
-
-
-def sink_of(param: Tensor) -> Sink | None:
-    """The sink of a full parameter in a sharded unit; None for other tensors."""
-    return getattr(param, _SINK, None)
+# Where a weight's gradient goes. Functions ask in forward; backward contributes there: that of a managed weight goes to
+# its segment's queue (`Queued`), that of an ordinary parameter to autograd (`Ordinary`).
 
 
 @dataclass(slots=True, eq=False)
@@ -254,27 +220,23 @@ class Queued:
 
     again = value
 
-    def keep(self, x: Tensor) -> Tensor:
-        """A saved activation, detached from its graph."""
-        return x.detach()
-
-    def contribute(self, ctx: Any, index: int, write: Write, compute: Callable[[], Tensor] | None = None) -> None:
+    def contribute(self, ctx: Any, index: int, write: Write) -> None:
         assert self.queue is not None, f"{self.weight.name} is managed: its forward must run inside collecting(queue)"
         self.queue.push(self.weight, write)
 
 
 class Ordinary:
-    """Destination of an ordinary parameter: its sink, or autograd.
+    """Destination of an ordinary parameter: autograd.
 
     The parameter is an input of the function, so that backward runs even if no other input requires a gradient. It is
     not saved by autograd: saved-tensor hooks may offload or compress activations, and a sharded unit gathers the weight
     for backward anyway.
     """
 
-    __slots__ = ("_sink", "_version", "given")
+    __slots__ = ("_version", "given")
 
-    def __init__(self, param: Tensor, sink: Sink | None = None) -> None:
-        self.given, self._sink, self._version = param, sink, param._version
+    def __init__(self, param: Tensor) -> None:
+        self.given, self._version = param, param._version
 
     def value(self) -> Tensor:
         return self.given
@@ -285,33 +247,11 @@ class Ordinary:
             raise RuntimeError("a weight of a layer was modified in place between its forward and its backward")
         return self.given
 
-    def keep(self, x: Tensor) -> Tensor:
-        return x
-
-    def contribute(
-        self, ctx: Any, index: int, write: Write, compute: Callable[[], Tensor] | None = None
-    ) -> Tensor | None:
-        """The gradient to return for input `index`: None if not needed, or if written to the sink.
-
-        torch then still runs the parameter's hooks, without a gradient. With `create_graph=True` and for
-        `torch.autograd.grad` of the parameter, it is the tensor from `compute`. Tensor inputs of the function come
-        first, so that autograd numbers them as `index` does.
-        """
+    def contribute(self, ctx: Any, index: int, write: Write) -> Tensor | None:
+        """The gradient to return for input `index` of the function, None if not needed."""
         if not ctx.needs_input_grad[index]:
             return None
-        if self._sink is None or torch.is_grad_enabled():
-            return self._made(write, compute)
-        try:
-            if not torch._C._will_engine_execute_node(ctx.next_functions[index][0]):
-                return None  # this backward does not need the parameter
-        except RuntimeError:  # raised for `torch.autograd.grad` of the parameter
-            return self._made(write, compute)
-        write_to(write, *self._sink())
-        return None
-
-    def _made(self, write: Write, compute: Callable[[], Tensor] | None) -> Tensor:
-        if compute is not None:
-            return compute()
+        refuse_graph()
         gradient = torch.empty_like(self.given)
         write(gradient)
         return gradient
@@ -329,30 +269,9 @@ def queued(x: Tensor, weight: Weight) -> Queued:
 
 
 def destination(x: Tensor, param: Tensor) -> Destination:
-    """Where the gradient of a weight multiplied with `x` goes, in functions that do not use sinks."""
+    """Where the gradient of a weight multiplied with `x` goes."""
     weight = weight_of(param)
     return Ordinary(param) if weight is None else queued(x, weight)
-
-
-def writes_itself(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether a weight's gradient is written to its sink.
-
-    Not without gradients or a sink, nor where each operation or gradient must be visible: under autocast,
-    `torch.compile` and function transforms, for tensor subclasses, and for parameters with gradient hooks.
-    """
-    if torch.compiler.is_compiling():  # must come first: the rest cannot be traced
-        return False
-    return (
-        weight.requires_grad
-        and torch.is_grad_enabled()
-        and sink_of(weight) is not None
-        and type(x) in (Tensor, nn.Parameter)
-        and x.dim() >= 2
-        and not (weight._backward_hooks or (bias is not None and bias._backward_hooks))
-        and not torch.is_autocast_enabled(x.device.type)
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-    )
 
 
 def value_of(param: Tensor) -> Tensor:

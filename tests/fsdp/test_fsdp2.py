@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import hocket
 import hocket.sharding
-from tests.fsdp.twin import mesh_of
+from tests.fsdp.twin import mesh_of, naming
 from tests.helpers.parity import LINEAR
 from tests.helpers.ranks import run_ranks
 
@@ -255,8 +255,13 @@ PROGRAMS: list[Callable[[Any, int], Iterator[Any]]] = [
 ]
 
 
-def both(rank: int, name: str) -> None:
-    program = next(one for one in PROGRAMS if one.__name__ == name)
+def both(rank: int) -> None:
+    for program in PROGRAMS:
+        with naming(program.__name__):
+            compare(program, rank)
+
+
+def compare(program: Callable[[Any, int], Iterator[Any]], rank: int) -> None:
     found = []
     for door in (torch.distributed.fsdp, hocket.sharding):
         values = list(program(door, rank))
@@ -264,18 +269,17 @@ def both(rank: int, name: str) -> None:
             values += get_model_state_dict(values.pop(), options=StateDictOptions(full_state_dict=True)).values()
         found.append(values)
     # A GPU chooses kernels by where tensors lie, and those round products in bf16 in other ways.
-    loose = torch.cuda.is_available() and name in ("in_bf16", "built_in_bf16", "offloaded")
+    loose = torch.cuda.is_available() and program in (in_bf16, built_in_bf16, offloaded)
     if loose:  # all together: AdamW makes a lot of a gradient that is nothing but rounding
         theirs, ours = (torch.cat([x.float().cpu().view(-1) for x in values]) for values in found)
         assert (ours - theirs).norm() <= 2e-2 * theirs.norm()
         return
     for theirs, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, check_dtype=name != "built_in_bf16")
+        torch.testing.assert_close(ours, theirs, check_dtype=program is not built_in_bf16)
 
 
-@pytest.mark.parametrize("name", [one.__name__ for one in PROGRAMS])
-def test_a_program(name: str) -> None:
-    run_ranks(both, WORLD, name)
+def test_programs() -> None:
+    run_ranks(both, WORLD)
 
 
 def hockets_own(rank: int) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import hocket
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.sharding import MixedPrecisionPolicy, fully_shard
+from tests.fsdp.twin import naming
 from tests.helpers.parity import LINEAR
 from tests.helpers.ranks import run_ranks
 
@@ -208,7 +209,7 @@ def beside(rank: int, name: str, how: dict[str, Any]) -> None:
     plain, model = build(name), build(name)
     hocket.fully_shard(model, units=UNITS, **how)
     updates = [torch.optim.AdamW(one.parameters(), lr=0.5, eps=LINEAR) for one in (plain, model)]
-    for step in range(3):
+    for step in range(2):
         inputs = [torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(9 * step + i)) for i in range(world)]
         losses = [loss_of(plain, x.requires_grad_(step == 1)) for x in inputs]
         (torch.stack(losses).sum() / world).backward()
@@ -225,19 +226,16 @@ def beside(rank: int, name: str, how: dict[str, Any]) -> None:
             torch.testing.assert_close(shard.full_tensor(), param.detach(), rtol=1e-4, atol=2e-5, msg=message)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_what_leaves_a_forward_beside_its_output(name: str) -> None:
-    run_ranks(both_ways, 2, name)
-
-
-def both_ways(rank: int, name: str) -> None:
+def all_programs(rank: int) -> None:
+    """Each under one of two strategies, and lists under both."""
     several: list[dict[str, Any]] = [{}, {"strategy": "optim_grads"}]
-    for how in several:
-        try:
-            beside(rank, name, how)
-        except BaseException as error:
-            error.add_note(f"{how}")
-            raise
+    for i, name in enumerate(["list", *PROGRAMS]):
+        with naming(f"{name} {several[i % 2]}"):
+            beside(rank, name, several[i % 2])
+
+
+def test_what_leaves_a_forward_beside_its_output() -> None:
+    run_ranks(all_programs, 2)
 
 
 class InGlobal(Block):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hocket
 from tests.fsdp.elements import here, local
+from tests.fsdp.twin import naming
 from tests.helpers.ranks import run_ranks
 
 CLOSE = {"rtol": 0.01, "atol": 1e-3}
@@ -59,13 +60,13 @@ def train(model: nn.Module, made: list[torch.optim.Optimizer]) -> None:
             optimizer.zero_grad()
 
 
-def beside(rank: int, shape: tuple[int, ...], strategy: str, options: dict[str, Any], settings: dict[str, Any]) -> None:
+def beside(shape: tuple[int, ...], strategy: str, settings: dict[str, Any], rank: int) -> None:
     torch.manual_seed(0)
     plain = Blocks()
     model = copy.deepcopy(plain)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     units = tuple(type(block) for block in model.blocks[:1])
-    ctx = hocket.fully_shard(model, units=units, mesh=mesh, strategy=strategy, options=hocket.ShardOptions(**options))
+    ctx = hocket.fully_shard(model, units=units, mesh=mesh, strategy=strategy)
     twins, mine = optimizers(plain, settings), optimizers(model, settings)
     train(plain, twins)
     train(model, mine)
@@ -81,19 +82,19 @@ def beside(rank: int, shape: tuple[int, ...], strategy: str, options: dict[str, 
             torch.testing.assert_close(state[name]["momentum_buffer"], average, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("shape", "strategy", "options"),
-    [
-        ((2,), "optim_grads_params", {}),
-        ((2,), "optim", {}),
-        ((2,), "no_shard", {}),
-        ((2, 2), "optim_grads_params", {}),
-    ],
-    ids=str,
-)
-def test_shards_learn_as_whole_matrices_do(shape: tuple[int, ...], strategy: str, options: dict[str, Any]) -> None:
-    for settings in SETTINGS if shape == (2,) and not options else SETTINGS[:1]:
-        run_ranks(beside, 4 if len(shape) == 2 else 2, shape, strategy, options, settings)
+def all_beside(rank: int, shape: tuple[int, ...], several: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    for strategy, settings in several:
+        with naming((strategy, settings)):
+            beside(shape, strategy, settings, rank)
+
+
+def test_shards_learn_as_whole_matrices_do() -> None:
+    several = [("optim_grads_params", SETTINGS[0]), ("optim", SETTINGS[1]), ("no_shard", SETTINGS[0])]
+    run_ranks(all_beside, 2, (2,), several)
+
+
+def test_shards_with_replicas_learn_as_whole_matrices_do() -> None:
+    run_ranks(all_beside, 4, (2, 2), [("optim_grads_params", SETTINGS[0])])
 
 
 def refusals(rank: int) -> None:

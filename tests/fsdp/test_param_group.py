@@ -183,10 +183,11 @@ def _local(rank, case):
     wanted = added(*total)
     wanted["odd"] = wanted["odd"] - total[1]["odd"]
     expect_grads(group, wanted)
-    target, already = group.local.target(0)
-    assert not already
-    assert target.dtype == case.precision.accumulate
-    assert group.local.target(0)[1]
+    mine = group.local.views[0]
+    for times in (1, 2):  # what was merged is not there any more
+        group.local.add(0, torch.ones_like(mine, dtype=group.compute_dtype))
+        assert torch.equal(mine, torch.full_like(mine, times))
+    assert mine.dtype == case.precision.accumulate
     group.forget_gradients()
     assert not group.local
 

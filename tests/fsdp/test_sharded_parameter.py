@@ -76,7 +76,7 @@ def test_wrong_gradients_are_refused():
     with pytest.raises(ValueError, match=r"shape \(11, 37\) does not fit w, which is \(37, 11\)"):
         group.shards[0].grad = torch.zeros(11, 37)
     frozen, _, _ = build(Case(), frozen=True)
-    assert not frozen.trainable
+    assert not frozen.learning
     assert frozen.grads.flat is None
     assert not any(shard.requires_grad for shard in frozen.shards)
     frozen.shards[0].grad = None

@@ -24,7 +24,7 @@ def variants() -> list[hocket.ShardOptions]:
     return [hocket.ShardOptions(**options) for options in VARIANTS]
 
 
-def overlap(rank: int) -> None:
+def communication_runs_beside_compute(rank: int) -> None:
     for options in variants():
         with naming(options):
             history = Run(Model(L), microbatches=2, options=options).step()
@@ -42,11 +42,7 @@ def overlap(rank: int) -> None:
                 assert any(history.concurrent(gather, compute) for compute in computes(history)), gather
 
 
-def test_communication_runs_beside_compute():
-    run_ranks(overlap, 2)
-
-
-def exposures(rank: int) -> None:
+def one_gather_and_one_reduction_of_a_step_are_exposed(rank: int) -> None:
     for options in variants():
         for m in (1, 3):
             with naming((options, m)):
@@ -62,12 +58,7 @@ def exposures(rank: int) -> None:
                 assert len(named(history, "gather ")) == expected
 
 
-def test_one_gather_and_one_reduction_of_a_step_are_exposed():
-    """And the units at the turns of a step are gathered once for both sides."""
-    run_ranks(exposures, 2)
-
-
-def parents(rank: int) -> None:
+def parameters_of_the_root_take_no_room(rank: int) -> None:
     """A unit around others collects gradients all through their backward, and takes no room from them."""
     history = Run(Model(L, head=True), 2).step()
     for m in range(2):
@@ -82,11 +73,7 @@ def parents(rank: int) -> None:
     assert sorted(shown) == ["reduce ", "reduce layers.0"]
 
 
-def test_parameters_of_the_root_take_no_room():
-    run_ranks(parents, 2)
-
-
-def waits(rank: int) -> None:
+def nothing_waits_for_reductions_between_microbatches(rank: int) -> None:
     for options in variants():
         with naming(options):
             history = Run(Model(L), 3, options=options).step()
@@ -101,11 +88,7 @@ def waits(rank: int) -> None:
             assert all(e.index > end for e in joins)
 
 
-def test_nothing_waits_for_reductions_between_microbatches():
-    run_ranks(waits, 2)
-
-
-def staging(rank: int) -> None:
+def gradients_wait_for_their_own_staging_buffer_only(rank: int) -> None:
     """With `staging` buffers, unit i writes gradients behind the reduction of unit i + staging only."""
     for buffers in (1, 2, 3):
         with naming(buffers):
@@ -117,11 +100,7 @@ def staging(rank: int) -> None:
                     assert not history.before(history.one(f"reduce layers.{later}"), written), (i, later)
 
 
-def test_gradients_wait_for_their_own_staging_buffer_only():
-    run_ranks(staging, 2)
-
-
-def handed_on(rank: int) -> None:
+def a_gather_comes_after_the_last_readers_of_its_memory(rank: int) -> None:
     """Memory is handed on behind its last reader."""
     history = Run(Model(L)).step()
     for i in range(L - 2):
@@ -131,11 +110,7 @@ def handed_on(rank: int) -> None:
         assert history.before(history.one(f"B {i}"), backward), i
 
 
-def test_a_gather_comes_behind_the_last_readers_of_its_memory():
-    run_ranks(handed_on, 2)
-
-
-def two_groups(rank: int) -> None:
+def two_groups_do_not_serialise(rank: int) -> None:
     """Units with parameters of two dtypes: neither group's reduction stands between compute and the other."""
     run = Run(Model(L, two_dtypes=True), 2)
     assert all(len(unit.groups) == 2 for unit in run.ctx.units if unit.module is not run.model)
@@ -150,21 +125,13 @@ def two_groups(rank: int) -> None:
     assert [r.name for r in named(history, "reduce ") if exposed(history, r)] == ["reduce layers.0"] * 2
 
 
-def test_two_groups_do_not_serialise():
-    run_ranks(two_groups, 2)
-
-
-def communicators(rank: int) -> None:
+def gathers_and_reductions_have_groups_of_their_own(rank: int) -> None:
     groups = [group.groups for unit in Run(Model(2)).ctx.units for group in unit.groups]
     assert all(one.gather is not one.reduce for one in groups)
     assert all(one.gather is groups[0].gather for one in groups)
 
 
-def test_gathers_and_reductions_have_groups_of_their_own():
-    run_ranks(communicators, 2)
-
-
-def by_strategy(rank: int) -> None:
+def gathers_of_every_strategy(rank: int) -> None:
     """Weights that stay are gathered once a step; whole ones never."""
     for strategy, per_step in (("no_shard", 0), ("optim", L), ("optim_grads", L)):
         with naming(strategy):
@@ -176,10 +143,6 @@ def by_strategy(rank: int) -> None:
             assert (group.calls["all_gather"] - before) == 2 * per_step  # `step` does two
             if per_step:
                 assert [g.name for g in named(history, "gather ") if exposed(history, g)] == ["gather layers.0"]
-
-
-def test_gathers_of_every_strategy():
-    run_ranks(by_strategy, 2)
 
 
 def outer(rank: int) -> None:
@@ -200,7 +163,7 @@ def test_replicas_exchange_once_a_step_beside_backward():
     run_ranks(outer, 4)
 
 
-def order(rank: int) -> None:
+def the_order_is_learned_in_the_first_step(rank: int) -> None:
     """Units run in another order than they are registered in: the first pass learns it."""
     run = Run(Model(L, order=[3, 1, 5, 0, 4, 2]))
     run.step()
@@ -211,11 +174,7 @@ def order(rank: int) -> None:
     assert [g.name for g in named(history, "gather ") if exposed(history, g)] == ["gather layers.3"]
 
 
-def test_the_order_is_learned_in_the_first_step():
-    run_ranks(order, 2)
-
-
-def recomputed(rank: int) -> None:
+def recomputation_gathers_nothing_more(rank: int) -> None:
     """Recomputation in backward reads what backward gathers anyway."""
     for reentrant in (False, True):
         with naming(f"{reentrant=}"):
@@ -227,11 +186,7 @@ def recomputed(rank: int) -> None:
             assert len(named(history, "reduce ")) == 2 * L
 
 
-def test_recomputation_gathers_nothing_more():
-    run_ranks(recomputed, 2)
-
-
-def balanced(rank: int) -> None:
+def claims_are_balanced(rank: int) -> None:
     """After a step no claim is held, and no collective is under way."""
     run = Run(Model(L), 2)
     history = run.step()
@@ -242,10 +197,6 @@ def balanced(rank: int) -> None:
         gathers, releases = history.all(f"gather {unit.name}"), history.all(f"release {unit.name}")
         assert len(releases) == 4  # two forwards, two backwards
         assert len(gathers) <= 4
-
-
-def test_claims_are_balanced():
-    run_ranks(balanced, 2)
 
 
 def frozen_units_are_not_reduced(rank: int) -> None:
@@ -261,10 +212,6 @@ def frozen_units_are_not_reduced(rank: int) -> None:
     assert not any(unit.claims for unit in run.ctx.units)
 
 
-def test_frozen_units():
-    run_ranks(frozen_units_are_not_reduced, 2)
-
-
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_prefetch_decides_how_many_gathers_are_exposed(ahead):
     run_ranks(prefetching, 2, ahead)
@@ -278,3 +225,30 @@ def prefetching(rank: int, ahead: int) -> None:
         assert shown == ["gather layers.0"]
     else:
         assert len(shown) == len(named(history, "gather ")) == 2 * L - 1  # the last of forward stays for backward
+
+
+ON_TWO_RANKS = (
+    communication_runs_beside_compute,
+    one_gather_and_one_reduction_of_a_step_are_exposed,
+    parameters_of_the_root_take_no_room,
+    nothing_waits_for_reductions_between_microbatches,
+    gradients_wait_for_their_own_staging_buffer_only,
+    a_gather_comes_after_the_last_readers_of_its_memory,
+    two_groups_do_not_serialise,
+    gathers_and_reductions_have_groups_of_their_own,
+    gathers_of_every_strategy,
+    the_order_is_learned_in_the_first_step,
+    recomputation_gathers_nothing_more,
+    claims_are_balanced,
+    frozen_units_are_not_reduced,
+)
+
+
+def each(rank: int) -> None:
+    for fn in ON_TWO_RANKS:
+        with naming(fn.__name__):
+            fn(rank)
+
+
+def test_structure_on_two_ranks():
+    run_ranks(each, 2)

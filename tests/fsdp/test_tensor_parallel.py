@@ -57,7 +57,7 @@ def trains(rank: int) -> None:
     compare(made, dp, by_hocket)
     compare(like_fsdp2(parallel(model(), tp), dp), dp, by_torch, microbatches=2)
     compare(under_fsdp2(parallel(model(), tp), dp), dp, by_torch)  # or the twin is wrong
-    for strategy in ("no_shard", "optim", "optim_grads"):
+    for strategy in ("no_shard", "optim"):
         compare(in_one_call(parallel(model(), tp), dp, strategy=strategy), dp, by_torch, microbatches=2, steps=2)
 
 
@@ -67,14 +67,13 @@ def test_it_trains_as_a_plain_model() -> None:
 
 def trains_recomputed(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for reentrant in (False, True):
-        around, inside = (parallel(model(), mesh["tp"]) for _ in range(2))
-        around.recomputes = reentrant
-        for block in inside.blocks:
-            assert isinstance(block, Block)
-            block.recomputes = reentrant
-        for made in (around, inside):
-            compare(in_one_call(made, mesh["dp"]), mesh["dp"], by_hocket, steps=2)
+    around, inside = (parallel(model(), mesh["tp"]) for _ in range(2))
+    around.recomputes = True  # by reentrant checkpoints
+    for block in inside.blocks:
+        assert isinstance(block, Block)
+        block.recomputes = False
+    for made in (around, inside):
+        compare(in_one_call(made, mesh["dp"]), mesh["dp"], by_hocket, steps=2)
 
 
 def test_blocks_are_computed_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -18,14 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hocket
-from hocket.fsdp.same_order import UnusedGradients
-from hocket.fsdp.shard_grads import Usage
+from hocket.fsdp.unused import UnusedGradients, Usage
 from tests.fsdp.test_parity import train
-from tests.fsdp.twin import Case, mesh_of, variants
+from tests.fsdp.twin import Case, mesh_of, naming, variants
 from tests.helpers.parity import LINEAR
 from tests.helpers.ranks import run_ranks
 
-WIDTH, STEPS = 6, 5
+WIDTH, STEPS = 6, 4
 Chosen = Callable[[int, int], list[int]]
 """(rank, step) -> which branches it goes through."""
 
@@ -129,9 +129,14 @@ def steps(rank: int, number: int, how: dict[str, Any], every: int = 1) -> None:
                 raise
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parameters_that_no_rank_uses_stay(strategy: str) -> None:
-    run_ranks(steps, 2, STRATEGIES.index(strategy), {"strategy": strategy})
+def strategies(rank: int) -> None:
+    """Each with half of the choices, and each choice under two of them."""
+    for number, strategy in enumerate(STRATEGIES):
+        steps(rank, number, {"strategy": strategy}, every=2)
+
+
+def test_parameters_that_no_rank_uses_stay() -> None:
+    run_ranks(strategies, 2)
 
 
 def test_parameters_that_no_rank_uses_stay_beside_replicas_and_on_the_host() -> None:
@@ -163,10 +168,14 @@ def microbatches(rank: int, how: str, strategy: str) -> None:
         pair.step()
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@pytest.mark.parametrize("how", ["no_sync", "accumulating", "each"])
-def test_unused_in_some_microbatches(how: str, strategy: str) -> None:
-    run_ranks(microbatches, 2, how, strategy)
+def all_microbatches(rank: int) -> None:
+    for how, strategy in itertools.product(("no_sync", "accumulating", "each"), ("optim", "optim_grads_params")):
+        with naming(f"{how} {strategy}"):
+            microbatches(rank, how, strategy)
+
+
+def test_unused_in_some_microbatches() -> None:
+    run_ranks(all_microbatches, 2)
 
 
 def kept_gradients(rank: int) -> None:

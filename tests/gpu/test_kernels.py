@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hocket.config import ModelConfig
-from hocket.fsdp.shard_grads import squares_of
+from hocket.fsdp.buffers import squares_of
 from hocket.kernels import formulas
 from hocket.kernels.adamw import adamw
 from hocket.layers.dispatch import (

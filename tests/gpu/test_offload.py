@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import hocket
-from hocket.fsdp.shard_grads import Offload
+from hocket.fsdp.buffers import Offload
 from tests.fsdp.elements import local
 from tests.fsdp.test_fsdp2 import both
 from tests.gpu.test_fully_shard import BF16, STRATEGIES, Block, Model, Training

@@ -17,6 +17,7 @@ from hocket.program.mesh import Mesh
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.tokens import CopiedTokens
+from hocket.runtime.weights import WgradQueue, collecting, manage
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -41,11 +42,17 @@ def layers(rank: int, size: int) -> dict[str, float]:
         return torch.randn(*shape, device=device, dtype=torch.bfloat16) * 0.1
 
     up, down = nn.Parameter(new(WIDTH // size, HIDDEN)), nn.Parameter(new(HIDDEN, WIDTH // size))
+    for name, param in (("up", up), ("down", down)):
+        manage(param, name).value = param.detach()
     x, g = new(TOKENS // size, HIDDEN).requires_grad_(), new(TOKENS // size, HIDDEN)
 
     def both(column: Way, row: Way) -> list[Tensor]:
-        y = row_linear(column_linear(x, (up,), tensors, column)[0], down, tensors, row)
-        return [y.detach(), *torch.autograd.grad(y, (x, up, down), g)]
+        queue, grads = WgradQueue(), {p: torch.empty_like(p.detach()) for p in (up, down)}
+        with collecting(queue):
+            y = row_linear(column_linear(x, (up,), tensors, column)[0], down, tensors, row)
+        (dx,) = torch.autograd.grad(y, x, g)
+        queue.drain(lambda weight: grads[up if weight.name == "up" else down])
+        return [y.detach(), dx, *grads.values()]
 
     wanted = both(Way(), Way())
     worst = {}

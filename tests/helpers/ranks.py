@@ -207,6 +207,7 @@ def _main(call: bytes, setup: tuple[int, int, float, str, str, str], pipe: Conne
     rank, world, timeout, backend, store, log = setup
     _redirect(log)
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    faulthandler.enable(sys.stderr)  # a crash in native code says where, in what the rank has printed
     stack = Path(log).with_suffix(".stack").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     try:

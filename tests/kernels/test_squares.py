@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.fsdp.shard_grads import squares_of
+from hocket.fsdp.buffers import squares_of
 from hocket.kernels.sums import BLOCK, squares
 
 

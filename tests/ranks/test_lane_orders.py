@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.fsdp.shard_grads import ShardGrads
+from hocket.fsdp.buffers import ShardGrads
 from hocket.model.documents import Microbatch
 from hocket.program.linearize import linearize
 from hocket.program.ops import Op

@@ -17,7 +17,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hocket.config import ModelConfig
 from hocket.layers.dispatch import exchange_counts
-from hocket.layers.functional import embedding, grouped_linear, grouped_wgrad, linear, scale, score, shift
+from hocket.layers.functional import (
+    dense_gradient,
+    embedding,
+    grouped_linear,
+    grouped_wgrad,
+    linear,
+    scale,
+    score,
+    shift,
+    sums_by_id,
+    write_sums,
+)
 from hocket.layers.norms import rms_norm
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
@@ -112,6 +123,36 @@ def test_managed_embedding_equals_stock(dtype: torch.dtype) -> None:
     segment.queue.drain(lambda _: slot)
     assert p.grad is not None
     assert torch.equal(slot, p.grad)
+
+
+LOOKED_UP = {
+    "some often": lambda: torch.randint(10, (3, 13)),
+    "all the same": lambda: torch.full((4, 5), 49),
+    "each once": lambda: torch.randperm(50)[:20].view(4, 5),
+    "one": lambda: torch.tensor([[7]]),
+    "32 bits": lambda: torch.randint(50, (2, 9), dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ids", LOOKED_UP)
+def test_sums_of_rows_are_those_of_the_whole_table(ids: str, dtype: torch.dtype) -> None:
+    """The formula of GPUs has autograd's bits."""
+    ids_T = LOOKED_UP[ids]()
+    g_TD = torch.randn(*ids_T.shape, 24, dtype=dtype)
+    wanted = dense_gradient(ids_T, g_TD, 50)
+    flat = ids_T.reshape(-1).long()
+    assert torch.equal(sums_by_id(flat, g_TD.reshape(-1, 24)), wanted[flat])
+    for into in (dtype, torch.float32):
+        out = torch.full((50, 24), float("nan"), dtype=into)
+        write_sums(ids_T, g_TD, out, add=False)
+        assert torch.equal(out, wanted.to(into))
+        before = out.normal_().clone()
+        write_sums(ids_T, g_TD, out, add=True)
+        assert torch.equal(out, before.add_(wanted))
+        if into is torch.float32:
+            write_sums(ids_T, g_TD, out, True, 0.3)
+            assert torch.equal(out, before.add_(wanted.float() * 0.3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -42,7 +42,7 @@ def whole(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"y": y.detach(), **{name: grad for name, grad in grads.items() if grad is not None}}
 
 
-def one_rank(rank: int, size: int, ways: tuple[Way, Way], dtype: torch.dtype, managed: bool) -> dict[str, Tensor]:
+def one_rank(rank: int, size: int, ways: tuple[Way, Way], dtype: torch.dtype) -> dict[str, Tensor]:
     torch.set_num_threads(1)
     groups = make_groups(Mesh(tp=size), rank, CPU, "gloo")
     tensors = Tensors.of(groups.tp, CPU)
@@ -51,20 +51,19 @@ def one_rank(rank: int, size: int, ways: tuple[Way, Way], dtype: torch.dtype, ma
     params = {f"column{i}": nn.Parameter(values[f"column{i}"].chunk(size)[rank].clone()) for i in range(2)}
     params["row"] = nn.Parameter(values["row"].chunk(size, 1)[rank].clone())
     queue = WgradQueue()
-    for name, param in params.items() if managed else ():
+    for name, param in params.items():
         manage(param, name).value = param.detach()
     with collecting(queue):
         a, b = column_linear(x, (params["column0"], params["column1"]), tensors, ways[0])
         hidden = F.silu(a) * b.repeat_interleave(WIDTHS[0] // WIDTHS[1], 1)
         y = row_linear(hidden, params["row"], tensors, ways[1])
     y.backward(values["g"].chunk(size)[rank])
-    assert len(queue) == (3 if managed else 0)
-    assert all((param.grad is None) == managed for param in params.values())
-    grads = {name: param.grad if param.grad is not None else torch.empty_like(param) for name, param in params.items()}
-    queue.drain(lambda weight: grads[weight.name].detach())
+    assert len(queue) == 3
+    grads = {name: torch.empty_like(param.detach()) for name, param in params.items()}
+    queue.drain(lambda weight: grads[weight.name])
     assert x.grad is not None
     groups.destroy()
-    return {"y": y.detach(), "x": x.grad, **{name: grad.detach() for name, grad in grads.items()}}
+    return {"y": y.detach(), "x": x.grad, **grads}
 
 
 def gathered(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -81,15 +80,14 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("managed", [False, True])
-def test_layers_of_two_ranks_are_those_of_one(managed: bool) -> None:
+def test_layers_of_two_ranks_are_those_of_one() -> None:
     """And the way changes no bit: the sums over ranks are made in one order, and each row's product by itself."""
     wanted = whole(draw(torch.float32))
-    plain = gathered(run_ranks(one_rank, 2, 2, PLAIN, torch.float32, managed))
+    plain = gathered(run_ranks(one_rank, 2, 2, PLAIN, torch.float32))
     for name, value in plain.items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
     for ways in WAYS[:2]:
-        found = gathered(run_ranks(one_rank, 2, 2, ways, torch.float32, managed))
+        found = gathered(run_ranks(one_rank, 2, 2, ways, torch.float32))
         for name, value in found.items():
             torch.testing.assert_close(value, plain[name], rtol=1e-6, atol=1e-6)
 
@@ -97,7 +95,7 @@ def test_layers_of_two_ranks_are_those_of_one(managed: bool) -> None:
 @pytest.mark.parametrize("ways", WAYS)
 def test_four_ranks_in_bf16(ways: tuple[Way, Way]) -> None:
     wanted = whole(draw(torch.bfloat16))
-    found = gathered(run_ranks(one_rank, 4, 4, ways, torch.bfloat16, True))
+    found = gathered(run_ranks(one_rank, 4, 4, ways, torch.bfloat16))
     for name, value in found.items():
         scale = wanted[name].abs().max()
         assert (value.float() - wanted[name]).abs().max() < 0.02 * scale, name

@@ -41,11 +41,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from hocket.fsdp.buffers import squares_of
 from hocket.fsdp.piece import Piece
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.fsdp.planned.muon import WholeMatrices, factor_of
 from hocket.fsdp.planned.unit import PlannedUnit
-from hocket.fsdp.shard_grads import squares_of
 from hocket.kernels import usable
 from hocket.program.ops import WHOLE_MATRICES
 from hocket.runtime.comm import Group, Pending

@@ -1,10 +1,9 @@
-"""Linear layers of sharded modules: they write to the staging buffers, and a unit is not over before all have."""
+"""Layers used several times, and weights tied across units: a unit is not over before all gradients have come."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hocket
-from hocket.fsdp.buffers import Staged
-from hocket.layers import functional
 from tests.fsdp.kinds import Kind
 from tests.fsdp.models import WIDTH
 from tests.fsdp.twin import Case, Pair, naming
@@ -72,7 +69,7 @@ def _thrice(name: str, module: nn.Module) -> bool:
 
 BRANCHES = Model(Kind(Branches, _thrice))
 TIED = Model(Kind(TiedAcross, _thrice, ids=True), exact=False)
-"""Inexact: a weight used in three places has sums of one order here, and of another one in the twin."""
+"""Inexact: the several gradients of reentrant checkpoints are added up by microbatch, and in the twin one by one."""
 
 
 def train(rank: int, cases: Sequence[Case], check: Callable[[Pair], None]) -> None:
@@ -96,7 +93,7 @@ def one_reduction_each(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 2, "staging": 1}], ids=str)
-def test_a_unit_is_over_when_its_last_layer_has_written(options: dict[str, object]) -> None:
+def test_a_unit_is_over_when_its_last_layer_has_contributed(options: dict[str, object]) -> None:
     """A parameter that has contributed may contribute again: until then its unit keeps weights and buffer."""
     run_ranks(train, 2, [Case(BRANCHES, options=options)], one_reduction_each)  # type: ignore[arg-type]
 
@@ -109,34 +106,6 @@ def nothing(pair: Pair) -> None:
 def test_weights_tied_across_units_and_recomputed(sync: str) -> None:
     strategies = ("no_shard", "optim", "optim_grads_params")
     run_ranks(train, 2, [Case(TIED, s, microbatches=3, sync=sync) for s in strategies], nothing)  # type: ignore[arg-type]
-
-
-def counted(rank: int) -> None:
-    """Every weight of a linear layer is written by the layer; only the norms' come by autograd."""
-    written: list[int] = []
-    taken: list[tuple[int, ...]] = []
-    write, add = functional.write_product, Staged.add
-
-    def spy_write(a_FR: Tensor, b_RD: Tensor, out_FD: Tensor, add: bool, scale: float) -> None:
-        written.append(out_FD.data_ptr())
-        write(a_FR, b_RD, out_FD, add, scale)
-
-    def spy_add(self: Staged, index: int, grad: Tensor) -> None:
-        taken.append(tuple(grad.shape))
-        add(self, index, grad)
-
-    with mock.patch.object(functional, "write_product", spy_write), mock.patch.object(Staged, "add", spy_add):
-        model = Branches()
-        hocket.fully_shard(model, units=Thrice)
-        model(torch.ones(4, WIDTH)).sum().backward()
-    assert len(written) == 9
-    assert len(set(written)) <= 3
-    assert taken == [(WIDTH,)] * 6
-    assert all(p.grad is not None for p in model.parameters() if p.numel())
-
-
-def test_only_small_gradients_come_by_autograd() -> None:
-    run_ranks(counted, 2)
 
 
 def graph(rank: int) -> None:
