@@ -340,9 +340,9 @@ def _candidates(settings: Settings) -> list[Path]:
 def _load(path: Path, settings: Settings, state: State, text: TextUpTo, notes: list[str]) -> Restored:
     meta, reader = json.loads((path / META).read_text()), CheckpointReader(path)
     try:
-        differences = _differences(reader, state)
+        stored = reader.shapes()
+        differences = _differences(stored, state)
         if not differences:
-            stored = reader.shapes()
             reader.load({name: value for name, value in state.items() if name in stored}, f"{path}: ")
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) and error.__cause__ is not None:  # no damage: memory was short, for instance
@@ -367,12 +367,12 @@ def _load(path: Path, settings: Settings, state: State, text: TextUpTo, notes: l
     return Restored(path, meta["step"], meta["position"], meta["more"], tuple(notes))
 
 
-def _differences(reader: CheckpointReader, state: State) -> list[str]:
+def _differences(stored: Mapping[str, Any], state: State) -> list[str]:
     """Tensors that only one side has, or that have different shapes. The same list on every rank.
 
     What the next step goes by beside weights and averages depends on settings: it begins anew if it is not there.
     """
-    saved = {name: tuple(shape) for name, shape in reader.shapes().items() if isinstance(shape, torch.Size)}
+    saved = {name: tuple(shape) for name, shape in stored.items() if isinstance(shape, torch.Size)}
     mine = {name: tuple(shard.shape) for name, shard in state.items()}
     wanted = {name: shape for part in everyone(mine) for name, shape in part.items()}
     names = {name for name in saved.keys() ^ wanted.keys() if not name.startswith(f"{STEP}.")}

@@ -275,9 +275,10 @@ def _targets(own: Inventory, optimizer: Optimizer | None, metadata: Metadata, fo
             wanted[other] = wanted.pop(name)
     if wrong := differences({name: saved[name] for name in wanted if name in saved}, wanted, EXTRA):
         raise ValueError(f"checkpoint {folder} doesn't fit the {own.kind}: {wrong}")
-    extra = {name: _room(entry) for path, name, entry in entries_of(metadata, MODEL) if _is_extra(path)}
-    wanted = {name: value for name, value in wanted.items() if not name.endswith(EXTRA)} | extra
-    found = {f"{MODEL}.{name}": value for name, value in wanted.items()}
+    found = {f"{MODEL}.{name}": value for name, value in wanted.items() if not name.endswith(EXTRA)}
+    for path, name, entry in entries_of(metadata, MODEL):
+        if _is_extra(path) and path[0] in wanted:  # in its saved form
+            found[f"{MODEL}.{name}"] = _room(entry)
     if optimizer is None:
         return found
     if not any(entries_of(metadata, OPTIMIZER)):
@@ -302,12 +303,18 @@ def _optimizer_targets(own: Inventory, optimizer: Optimizer, metadata: Metadata)
     """State tensors that are there are used, others made: the optimizer gets them in `_take`."""
     params, found = _params(own, optimizer), dict[str, Any]()
     known = _first_names(own, params)
-    for path, key, entry in entries_of(metadata, OPTIMIZER):
-        section, name, item = split(key, known)
+    entries = [(*split(key, known), path, key, entry) for path, key, entry in entries_of(metadata, OPTIMIZER)]
+    # Of a parameter that is a single number, state is like it or a number of its own: as for other parameters.
+    shapes = [
+        (item, own.shards[known[name]].shape, e) for _, name, item, *_, e in entries if known.get(name) in own.shards
+    ]
+    numbers = {STEP, *(item for item, shape, e in shapes if shape and getattr(e, "size", None) == torch.Size())}
+    for section, name, item, path, key, entry in entries:
         if section == "state":
             one, present = own.shards.get(known[name]), optimizer.state.get(params[known[name]], {}).get(item)
             value = _room(entry, present)
-            if one is not None and item != STEP and tuple(getattr(entry, "size", ())) == one.shape:
+            tensor = isinstance(entry, TensorStorageMetadata) and item not in numbers
+            if one is not None and tensor and tuple(entry.size) == one.shape:
                 if not (isinstance(present, Tensor) and one.is_like(present)):
                     weight, dtype = metadata.state_dict_metadata.get(f"{MODEL}.{name}"), entry.properties.dtype
                     if isinstance(weight, TensorStorageMetadata) and weight.properties.dtype == dtype:

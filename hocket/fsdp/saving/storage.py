@@ -50,7 +50,6 @@ MODEL, OPTIMIZER = "model", "optimizer"
 LEAST = 1 << 26
 """Bytes of a file for which there is another one."""
 
-
 METADATA = ".metadata"
 """DCP's file that says where each tensor is."""
 
