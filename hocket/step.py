@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hocket.config import Config
 from hocket.config.optimizer import unmatched
 from hocket.engine import Engine
+from hocket.fsdp.piece import local_of
 from hocket.fsdp.planned.optimizer import AVERAGES
 from hocket.fsdp.saving.storage import MODEL, OPTIMIZER, CheckpointReader, differences, save_state
 from hocket.kernels import IGNORED
@@ -203,9 +204,9 @@ class PlannedStep:
     def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True) -> None:
         """Load what `save` or `hocket.checkpoint.save` wrote, on any number of ranks; each reads what it keeps.
 
-        Without `optimizer` the weights alone, and AdamW begins anew. Its settings stay those of `train.*`. Raises
-        ValueError, before anything changes, for a folder that is no checkpoint of such a model; for damaged files
-        ValueError or OSError, and then weights may have been loaded.
+        Without `optimizer` the weights alone, and the optimizer begins anew. Its settings stay those of `train.*`.
+        Raises ValueError, before anything changes, for a folder that is no checkpoint of such a model; for damaged
+        files ValueError or OSError, and then weights may have been loaded.
         """
         self._refuse_state()
         reader = CheckpointReader(Path(folder))
@@ -218,12 +219,11 @@ class PlannedStep:
             del state[STEP][name]
         reader.load(state if optimizer else {MODEL: state[MODEL]})
         if not optimizer:
-            for each in self.engine.optimizer.state.values():
-                for key in AVERAGES:
-                    getattr(each, key).zero_()
-        elif lacks := self._lacks(lacking):
+            forget_updates(self.engine)
+            return
+        if lacks := self._lacks(lacking):
             warnings.warn(f"checkpoint {folder} lacks {lacks}: they begin anew", stacklevel=2)
-        take(self.engine, state[OPTIMIZER] if optimizer else {})
+        take(self.engine, state[OPTIMIZER])
 
     def _state(self) -> dict[str, dict[str, Any]]:
         """What a checkpoint holds of this rank, by the model's own names."""
@@ -237,11 +237,6 @@ class PlannedStep:
             raise ValueError(
                 "train.transport = null: ranks have not exchanged what they learnt, which is nothing to save or go on "
                 "from; fix: another train.transport"
-            )
-        if self.settings.optimizer.name == "muon":
-            raise ValueError(
-                "optimizer.name = muon: a step's checkpoint has AdamW's layout, with no place for Muon's averages; "
-                "fix: hocket train, whose checkpoints have, or optimizer.name = adamw"
             )
 
     def _lacks(self, missing: Collection[str]) -> str:
@@ -257,19 +252,18 @@ class PlannedStep:
         """Raise ValueError, the same on all ranks, for a checkpoint that is none of such a model."""
         if not shapes:
             raise ValueError(f"checkpoint {folder}: it is not complete, for it has no .metadata; fix: what save wrote")
-        wanted: dict[str, Any] = {name: torch.Size(shape) for name, shape in self.parameters.values()}
-        averages = {f"{OPTIMIZER}.state.{name}.{key}": shape for name, shape in wanted.items() for key in AVERAGES}
-        wanted |= self.buffers
-        for biases in everyone({name: bias.shape for name, bias in self.engine.balance.biases().items()}):
-            wanted |= biases
+        mine = self._state()
+        model, state = dict[str, Any](), dict[str, Any]()
+        for weights, kept in everyone([{name: x.shape for name, x in mine[key].items()} for key in (MODEL, OPTIMIZER)]):
+            model |= weights
+            state |= {f"{OPTIMIZER}.{name}": shape for name, shape in kept.items()}
         found = {key.removeprefix(f"{MODEL}."): shape for key, shape in shapes.items() if key.startswith(f"{MODEL}.")}
         found = {name: shape for name, shape in found.items() if name not in self.others}
-        if wrong := differences(found, wanted):
+        if wrong := differences(found, model):
             raise ValueError(f"checkpoint {folder}: it is of another model: {wrong}; fix: the model that was saved")
-        averages |= {f"{OPTIMIZER}.state.{name}.step": torch.Size() for name, _ in self.parameters.values()}
-        if optimizer and (wrong := differences({key: shapes[key] for key in averages if key in shapes}, averages)):
+        if optimizer and (wrong := differences({key: shapes[key] for key in state if key in shapes}, state)):
             raise ValueError(
-                f"checkpoint {folder}: it has no AdamW of all parameters: {wrong}; fix: load(folder, optimizer=False)"
+                f"checkpoint {folder}: it is of another optimizer: {wrong}; fix: load(folder, optimizer=False)"
             )
 
     def close(self) -> None:
@@ -408,5 +402,14 @@ def begin_anew(engine: Engine) -> None:
 
 def take(engine: Engine, state: Mapping[str, Any]) -> None:
     """Go on from loaded weights, and from what was loaded of the optimizer's state."""
-    engine.optimizer.steps = int(max((value for key, value in state.items() if key.endswith(".step")), default=0))
+    updates = (int(value) for key, value in state.items() if key.endswith(".step"))
+    engine.optimizer.steps = max(everyone(max(updates, default=0)))  # small parameters are on some ranks alone
     engine.sharded.refresh()
+
+
+def forget_updates(engine: Engine) -> None:
+    """After weights were loaded alone: the optimizer begins anew."""
+    state = state_of(engine)[OPTIMIZER]
+    for value in state.values():
+        local_of(value).zero_()
+    take(engine, state)

@@ -33,7 +33,7 @@ from hocket.pretrained.families import FAMILIES, config_for
 from hocket.pretrained.folder import LARGEST, write_files
 from hocket.pretrained.weights import Group, ModuleFolder, Shape, is_pretrained, of_family, plain, written
 from hocket.runtime.weights import DTYPES as COMPUTED
-from hocket.step import PlannedStep
+from hocket.step import PlannedStep, forget_updates
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -144,17 +144,11 @@ def _of_step(step: PlannedStep) -> _Live:
             config = family()[1] | {"torch_dtype": named, "dtype": named}
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
-    def updated() -> None:
-        for state in engine.optimizer.state.values():
-            state.exp_avg.zero_()
-            state.exp_avg_sq.zero_()
-        engine.optimizer.steps = 0
-        engine.sharded.refresh()
-
     return _Live(
         model, state, dict(step.buffers), pieces, step.others, engine.device, COMPUTED[settings.precision.dtype],
         not dist.is_initialized() or dist.get_rank() == 0,
-        lambda flat: engine.groups.control.all_reduce(flat, "max").wait(), updated, groups, write_config,
+        lambda flat: engine.groups.control.all_reduce(flat, "max").wait(), lambda: forget_updates(engine), groups,
+        write_config,
     )  # fmt: skip
 
 

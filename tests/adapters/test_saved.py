@@ -265,7 +265,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
         ("none", r"none: it is not complete, for it has no .metadata"),
         ("other", r"other: it is of another model: it lacks model.layers.2.* and 14 more; fix: "),
         ("wide", r"wide: it is of another model: .*mlp.*weight is 64 x 32 in it and 48 x 32 in the module"),
-        ("weights", r"weights: it has no AdamW of all parameters: it lacks .*; fix: load\(folder, optimizer=False\)"),
+        ("weights", r"weights: it is of another optimizer: it lacks .*; fix: load\(folder, optimizer=False\)"),
     ):
         with pytest.raises(ValueError, match=words):
             step.load(tmp_path / name)
