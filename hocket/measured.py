@@ -30,8 +30,7 @@ WORK = ("model", "mesh", "train.sequences", "precision.compute", "data.sequence_
 
 WAYS = (
     "plan.loss_pieces", "overlap.dp.strategy", "overlap.ep.copies", "overlap.ep.splits",
-    "overlap.ep.room", "overlap.tp", "precision.gather", "precision.wire", "train.transport",
-    "network",
+    "overlap.ep.room", "overlap.tp", "precision", "train.transport", "network",
 )  # fmt: skip
 """Settings, or whole sections of them, that say how an op of a plan does what it has to."""
 

@@ -13,12 +13,6 @@ def stop_if(problems: Sequence[str], what: str = "settings") -> None:
         raise ValueError(f"{len(problems)} {what} cannot work:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-def problems_of(error: ValueError) -> list[str]:
-    """The problems of which `stop_if` has made an error."""
-    lines = str(error).splitlines()
-    return lines if len(lines) == 1 else [line.strip() for line in lines[1:]]
-
-
 def harmless(text: str) -> str:
     """Lines without what would make a terminal do something: names of files may come from others."""
     return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)

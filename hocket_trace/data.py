@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-Kind = Literal["compute", "gather", "reduce", "a2a", "pp", "tp", "control", "other"]
+Kind = Literal["compute", "gather", "reduce", "a2a", "pp", "tp", "cp", "control", "other"]
 """What an activity is for. All but `compute` are communication: weights gathered, gradients reduced, expert
-all-to-alls, pipeline sends and receives, tensor-parallel collectives, agreement between ranks, and communication of
-which the trace does not say what it is for."""
+all-to-alls, pipeline sends and receives, tensor-parallel and context-parallel collectives, agreement between ranks, and
+communication of which the trace does not say what it is for."""
 
-KINDS: tuple[Kind, ...] = ("compute", "gather", "reduce", "a2a", "pp", "tp", "control", "other")
+KINDS: tuple[Kind, ...] = ("compute", "gather", "reduce", "a2a", "pp", "tp", "cp", "control", "other")
 COMMUNICATION: tuple[Kind, ...] = KINDS[1:]
 
 KernelClass = Literal[

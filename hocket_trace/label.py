@@ -147,7 +147,7 @@ def _by_group(description: str, collective: str, small: bool) -> Kind | None:
     if words & {"pp", "pipe", "pipeline"}:
         return "pp"
     if words & {"cp", "context"} and not words & {"data", "dp"}:
-        return "other"
+        return "cp"
     if words & {"a2a", "ep", "expert", "experts", "moe"} and not words & {"gather", "reduce", "data", "dp", "edp"}:
         return "a2a"
     if words & {"gather", "reduce"}:

@@ -27,7 +27,7 @@ from hocket_trace.table import warnings
 
 COLORS = {
     "compute": "#4a7fc9", "fwd": "#5b9bf3", "bwd": "#f2a03d", "wgrad": "#5fbf77", "step": "#9aa5b1",
-    "a2a": "#c77ddb", "pp": "#2bb3c0", "gather": "#d9b62c", "reduce": "#b5835a", "tp": "#e2799b",
+    "a2a": "#c77ddb", "pp": "#2bb3c0", "gather": "#d9b62c", "reduce": "#b5835a", "tp": "#e2799b", "cp": "#7fb069",
     "control": "#7f8ea3", "other": "#a39b8b", "exposed": "#e5484d", "late": "#7c3aed",
 }  # fmt: skip
 """Colours by kind; compute of a named op that begins with one of `_VERBS` has that of its verb. `late` is a

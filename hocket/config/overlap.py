@@ -89,8 +89,8 @@ class PipelineOverlap:
         OnlyWith("plan.order other than zb_h1 or zb_v", idle=(0,)),
     ] = "auto"
     """How many layers of a chunk compute their weight gradients after the chunk has sent its gradient. They are the
-    last layers of its backward. -1 means all layers. attn:2 means those of attention alone in two layers, attn in all.
-    auto makes the step as short as possible."""
+    last layers of its backward. -1 means all layers. attn:2 means those of attention alone in two layers (with mesh.cp
+    above 1 those of its keys and values), attn in all. auto makes the step as short as possible."""
     defer_head: Annotated[
         int | Literal["auto"],
         Between(-1),
@@ -103,7 +103,7 @@ class PipelineOverlap:
 
     @property
     def late(self) -> tuple[int, Literal["attn", "all"]]:
-        """Layers and parts of `defer_layers`: attention of one as long as it is open."""
+        """Layers and parts of `defer_layers`; `auto` counts as attn:1."""
         if isinstance(self.defer_layers, int):
             return self.defer_layers, "all"
         return (1 if self.defer_layers == "auto" else attention_of(self.defer_layers)), "attn"

@@ -63,7 +63,7 @@ class OnlyWith:
     idle: tuple[object, ...] = ()
     """Values that ask for nothing, which may be set anywhere."""
     remark: bool = False
-    """Whether to say that it has no effect is enough: scripts for all kinds of runs set it."""
+    """Whether a setting without effect is a remark and no error: scripts for all kinds of runs set it."""
 
 
 FILLED = "filled"

@@ -84,8 +84,7 @@ class Actions:
         self.microbatches: Sequence[Microbatch] = ()
         self.losses: list[Tensor] = []
         self.weights_M = torch.empty(0)
-        """What each microbatch's loss weighs: see Note: [The mean over the tokens of a step]."""
-        """Factor of every microbatch's loss, fp32; None: all weigh the same."""
+        """Factor of each microbatch's loss, fp32: see Note: [The mean over the tokens of a step]."""
         self.loads: dict[int, Tensor] = {}
         """Rows that each expert was sent in this step by this rank's tokens, by layer: int64 [E]."""
 

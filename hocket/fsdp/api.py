@@ -153,7 +153,7 @@ def _counted(group: ParamGroup, mesh: DeviceMesh | None) -> list[tuple[Tensor, i
     if mesh is None and all(entry.shape for entry in group.layout.entries):
         return [(group.main_grad, group.groups.replicas)]
     views = enumerate(group.grads.views())
-    return [(view, group.holders(i) * copies(mesh, group.spans[i].part)) for i, view in views]
+    return [(view, group.holders(i) * copies(mesh, group.members[i].dtensor)) for i, view in views]
 
 
 @torch.no_grad()

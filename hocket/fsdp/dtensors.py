@@ -86,19 +86,22 @@ def dtensor_layout_of(name: str, param: nn.Parameter) -> tuple[nn.Parameter, DTe
 
 
 def mesh_of(
-    layouts: Iterable[tuple[str, DTensorLayout | None]], others: Sequence[DeviceMesh | None]
+    layouts: Iterable[tuple[str, DTensorLayout | None]], others: Sequence[DeviceMesh | None], ranks: Collection[int]
 ) -> DeviceMesh | None:
     """The tensor-parallel mesh of parameters (name, layout), if any. `others` are of enclosing models.
 
-    Raises ValueError for two different meshes.
+    Meshes among the `ranks` that shard most parameters, such as that of experts, are not it. Raises ValueError for two
+    different meshes.
     """
     found: DeviceMesh | None = None
     named = [(name, layout.mesh) for name, layout in layouts if layout is not None]
     for name, mesh in [*(("", mesh) for mesh in others if mesh is not None), *named]:
+        if len({*ranks_of(mesh)} & {*ranks}) > 1:
+            continue
         if found is not None and mesh != found:
             raise ValueError(
                 f"parameter {name or 'of a module that is sharded already'} is a DTensor on {mesh}, and others are on "
-                f"{found}: hocket.fully_shard takes one tensor-parallel mesh for a model"
+                f"{found}: hocket.fully_shard takes one tensor-parallel mesh beside the ranks of mesh="
             )
         found = mesh
     return found
@@ -152,12 +155,6 @@ def ranks_of(mesh: DeviceMesh | None) -> tuple[int, ...]:
     return tuple(range(rank_and_world()[1]) if mesh is None else mesh.mesh.flatten().tolist())
 
 
-def apart(layouts: Iterable[DTensorLayout | None], ranks: Collection[int]) -> DeviceMesh | None:
-    """The tensor-parallel mesh, if any; None if it is among the `ranks` that shard other parameters, as for experts."""
-    mesh = next((layout.mesh for layout in layouts if layout is not None), None)
-    return None if mesh is None or len({*ranks_of(mesh)} & {*ranks}) > 1 else mesh
-
-
 def refuse_overlap(name: str, layout: DTensorLayout, mesh: DeviceMesh | None) -> None:
     """Refuse to shard a part over ranks that have other parts. `mesh` is that of `fully_shard`; None: all ranks."""
     here, ranks = {*ranks_of(layout.mesh)}, {*ranks_of(mesh)}
@@ -168,9 +165,10 @@ def refuse_overlap(name: str, layout: DTensorLayout, mesh: DeviceMesh | None) ->
         )
 
 
-def copies(mesh: DeviceMesh | None, part: Part | None) -> int:
+def copies(mesh: DeviceMesh | None, layout: DTensorLayout | None) -> int:
     """How many ranks of a model's tensor-parallel mesh hold the same elements."""
-    return 1 if mesh is None or part is not None else mesh.size()
+    divided = layout is not None and layout.mesh == mesh and layout.part is not None
+    return 1 if mesh is None or divided else mesh.size()
 
 
 def over(mesh: DeviceMesh, value: Tensor, how: Literal["sum", "max"]) -> None:

@@ -22,7 +22,7 @@ first, whose gather and reduction are exposed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Self
@@ -288,7 +288,7 @@ class _Sharded(nn.Module):
                 kept = shard.like(shard.group.locals[shard.position])
                 destination[prefix + key] = full.detach().clone() if gathered else kept
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:  # pyrefly: ignore[bad-override]
         state = dict(state_dict)
         for key, shard in self._parameters.items():
             found = state.get(prefix + key)

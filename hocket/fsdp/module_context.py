@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hocket.fsdp.buffers import FullBuffer, StagingMemory
 from hocket.fsdp.checks import refuse_valueless
-from hocket.fsdp.dtensors import apart, over
+from hocket.fsdp.dtensors import mesh_of, over
 from hocket.fsdp.lookahead import Lookahead
 from hocket.fsdp.module_unit import Budget, Claim, Unit
 from hocket.fsdp.options import ShardOptions
@@ -211,8 +211,8 @@ class ShardContext:
         self.reducing = queue_of("reduce", device)
         self.outer = queue_of("outer", device)
         self.units = list(units)
-        layouts = (member.dtensor for unit in units for group in unit.groups for member in group.members)
-        self.tensor_mesh = apart(layouts, {*groups.reduce.ranks, *groups.outer.ranks})
+        layouts = ((one.name, one.dtensor) for unit in units for group in unit.groups for one in group.members)
+        self.tensor_mesh = mesh_of(layouts, (), {*groups.reduce.ranks, *groups.outer.ranks})
         """The tensor-parallel mesh, if other ranks shard the parameters; see `dtensors.py`."""
         self.forwards = 0
         self.in_backward = False

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from hocket.fsdp import hooks
 from hocket.fsdp.checks import IGNORED, Fingerprints, refuse_foreign, refuse_strange, refuse_uncalled, take_first_rank
-from hocket.fsdp.dtensors import mesh_of, refuse_overlap, spec_of
+from hocket.fsdp.dtensors import mesh_of, ranks_of, refuse_overlap, spec_of
 from hocket.fsdp.fsdp2 import FSDPModule, Place, ShardRequest
 from hocket.fsdp.members import (
     UNIT,
@@ -237,11 +237,12 @@ def _refuse_divided(
     nested: Sequence[ShardContext],
 ) -> DeviceMesh | None:
     """Refuse DTensors that can't be sharded on their mesh. Returns the tensor-parallel mesh, if any."""
-    tensors = mesh_of([(one.name, one.dtensor) for one in params], [context.tensor_mesh for context in nested])
+    named = [(one.name, one.dtensor) for one in params]
+    tensors = mesh_of(named, [context.tensor_mesh for context in nested], ranks_of(default.mesh))
     for one in (m for context in nested for group in context.param_groups for m in group.members):
         if one.dtensor is not None and one.dtensor.part is None:
             refuse_overlap(one.name, one.dtensor, default.mesh)
-    for name, layout in ((one.name, one.dtensor) for one in params):
+    for name, layout in named:
         if layout is None:
             continue
         place = placements[name] or default

@@ -276,8 +276,8 @@ class Pricing:
 
         A gather casts its shard of the fp32 weights. A reduce adds its shard to the fp32 gradient: 8 bytes read and
         written per element, though the first of a step only writes; that the last one reads what adds have summed up is
-        left out. What an add stands for, products of weight gradients do themselves, and in a group of one what a
-        reduce stands for too: then there are no slots. An embedding whose head is tied to it has both, unless the two
+        left out. Adds cost nothing: products of weight gradients accumulate, and in a group of one they do the
+        reduction too: then there are no slots. An embedding whose head is tied to it has both, unless the two
         are on two ranks: then these exchange their sums, in fp32, and the step adds them up. AdamW reads weight,
         gradient and both averages and writes weight and averages: 28 bytes, or 20 with averages in bf16, and what is
         held whole once more in the format that computes, unless that is fp32; the norm reads the gradients once more.
@@ -387,7 +387,7 @@ def _verbs(size: PartSize) -> tuple[str, ...]:
 
 
 def _lent(layout: Layout) -> frozenset[tuple[str, int]]:
-    """(part, layer) of those who read what is made again, and were not made to keep it, and of what makes it."""
+    """(part, layer) of readers that keep no input, since it is made again, and of the parts that make it."""
     pairs = ((part, lent_to(layout, part, n), n) for n in range(len(layout.kinds)) for part in layout.forward_parts(n))
     return frozenset((name, n) for *names, n in pairs for name in names if names[1])
 
@@ -468,7 +468,7 @@ def _sum_over_replicas(table: dict[CostKey, OpCost], config: Config, hardware: H
 def _place_rows(table: dict[CostKey, OpCost], config: Config, layout: Layout) -> None:
     """Rows arrive where products read them, with more room than they fill where no host counts them.
 
-    Experts keep no rows of their own then, nor gradients of them: the values of the exchanges live as long. What is not
+    Experts keep no rows of their own then, nor gradients of them: the exchange's buffers serve instead. What is not
     filled takes no time.
     """
     rows = rows_evenly(config) * config.model.hidden * config.element_bytes
@@ -535,10 +535,6 @@ def carried_by(key: CostKey, layout: Layout) -> Purpose | None:
 # simulator believes] in `simulate.py` says what the simulator makes of it.
 
 
-_PURPOSES: tuple[Purpose, ...] = ("gather_dense", "reduce_dense", "a2a", "pp_fwd")
-"""One group of each kind of communication that runs beside compute."""
-
-
 def overheads_of(config: Config, hardware: Hardware, ops: Iterable[CostKey]) -> Overheads:
     """The overheads of a step of these ops.
 
@@ -555,10 +551,9 @@ def issued(config: Config, hardware: Hardware) -> float:
 
 
 def _contention(config: Config, hardware: Hardware) -> Mapping[Kind, float]:
-    factors: dict[Kind, float] = {
-        KIND_OF_GROUPS[purpose]: hardware.beside_copies if _copied(config, purpose) else hardware.beside_kernels
-        for purpose in (_PURPOSES if config.train.transport != "null" else ())
-    }
+    factors: dict[Kind, float] = {}
+    for purpose, kind in KIND_OF_GROUPS.items() if config.train.transport != "null" else ():
+        factors.setdefault(kind, hardware.beside_copies if _copied(config, purpose) else hardware.beside_kernels)
     if config.overlap.dp.update == "next_step":
         factors[UPDATES] = hardware.beside_updates
     return {kind: factor for kind, factor in factors.items() if factor}

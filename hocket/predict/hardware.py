@@ -86,12 +86,13 @@ class Hardware:
 
     def link(self, purpose: Purpose) -> Link:
         """What the groups of a purpose use."""
-        return self.links.get(purpose) or self.links[KIND_OF_GROUPS[purpose]]
+        kind = "gather" if purpose == "cp" else KIND_OF_GROUPS[purpose]  # keys and values travel as weights do
+        return self.links.get(purpose) or self.links[kind]
 
 
 KIND_OF_GROUPS: Mapping[Purpose, Kind] = {
     "gather_dense": "gather", "gather_experts": "gather", "reduce_dense": "reduce", "reduce_experts": "reduce",
-    "replicas": "reduce", "a2a": "a2a", "tp": "tp", "cp": "gather",
+    "replicas": "reduce", "a2a": "a2a", "tp": "tp", "cp": "cp",
     "pp_fwd": "pp", "pp_bwd": "pp", "control": "reduce",
 }  # fmt: skip
 """What their communication is like."""

@@ -53,7 +53,7 @@ class PartSize:
     lent: int = 0
     """Of these, elements of what is gathered for the part: what is gathered again need not be kept."""
     handed: int = 0
-    """Elements of its value that something saved keeps anyway; the value alone does if the part is recomputed."""
+    """Output elements that saved state also holds; they count in the output if the part is recomputed."""
     kept: int = 0
     """Elements that bwd keeps for wgrad: inputs of matmuls and gradients of their outputs."""
 

@@ -79,9 +79,9 @@ class OpCost:
     grad_bytes: int = 0
     """Size of the reduced gradients of a wgrad's unit, or of the sum that an add makes beside them."""
     handed_bytes: int = 0
-    """More of the output, if a forward that runs again keeps nothing else of it."""
+    """Bytes added to the output if the forward is recomputed."""
     lent_bytes: int = 0
-    """Of what is saved: not kept where it is made again. Of what is made again: what its reader makes of it then."""
+    """Of a reader: saved bytes that it does not keep if they are made again. Of their maker: what readers make then."""
     inner_seconds: Time = 0.0
     """Of `seconds`: in which the op waits for tensor-parallel peers."""
     inner_bytes: int = 0

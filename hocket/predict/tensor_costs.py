@@ -28,7 +28,7 @@ LIKE: Mapping[str, Role] = {"shared_fc1": "fc1", "shared_fc2": "fc2", "head": "f
 """Roles of other products -> the role that they communicate like."""
 TILE = 128
 """Rows and columns that one processor computes at a time. Where the last tiles of a piece leave processors free, the
-first ones of the next piece run; only pieces that two of together are too few tiles compute worse than the whole."""
+first ones of the next piece run. A piece is slower only if two pieces have fewer tiles than there are processors."""
 PAIR = 2 / 3
 """Share of a collective's bandwidth that two ranks alone reach."""
 KEEPING = 3.0
@@ -218,7 +218,7 @@ def without_pieces(c: Config, cell: Cell) -> Method:
 
 
 def in_time(c: Config, cell: Cell, method: Method, splits: int = 0) -> bool:
-    """Whether a busy host has issued a way by the time that the GPU would need without it. Nobody waits for records."""
+    """Whether a busy host issues a way in the time that the GPU would need without it; recorded steps are in time."""
     without: Method = "off" if method == "bulk" else without_pieces(c, cell)
     hardware = hardware_of(c)
     return c.plan.graphs == "on" or issued(cell, method, splits, hardware) <= seconds(cell, without, 0, hardware)

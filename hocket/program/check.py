@@ -5,7 +5,7 @@
     3  The halves of a merged step are independent.
     4  Every part runs forward, backward and, with weights, wgrad exactly once,
        and forward once more if it is recomputed, or to the host and back.
-    5  bwd after fwd, wgrad after bwd, reduce after all wgrads, step after it.    and check_memory.py
+    5  bwd after fwd, wgrad after bwd, reduce after all wgrads, step after it.    here and in check_memory.py
     6  A value is made before its readers and dropped once, after them.           check_memory.py
     7  Weight and gradient slots keep what readers need; the bound holds.         check_memory.py
     8  A side value's consumer runs backward before its producer.

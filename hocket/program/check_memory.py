@@ -154,7 +154,7 @@ class Use(NamedTuple):
 
 
 _BROKEN: Mapping[str, int] = {"gradients": 5, "matrices": 5, "results": 5}
-"""Invariants that an end ahead of what it needs breaks; 7 for all else."""
+"""Owner of a slot -> the invariant that is broken if the slot ends too early; 7 for all others."""
 
 
 def _uses(op: Op, program: Program) -> Iterator[Use]:

@@ -24,7 +24,7 @@ Note: [What comes back acknowledges what was sent]
 Nothing reads a send, so the compute lane would never learn that one is done, and would hold every sent value
 until the step. But what this rank receives tells: the neighbour had received so much from us before it made
 this. So the first reader of a received value also waits for the latest send that must have arrived by then.
-It is done in fact, so nobody ever waits for it and no circle can close; it only has to be known.
+That send is done by then, so this wait costs nothing and closes no circle: it only tells the compute lane.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Facts:
     """One rank of a program, indexed.
 
     `where` is the position of every key (the last one, if a key comes twice), `reads` the keys whose values each
-    op uses, `readers` the positions that use the value of a position: of an update or offload, that itself.
+    op uses, `readers` the positions that use the value of a position; an update or offload counts as its own reader.
     `late_deps` are (op, dependency) pairs whose dependency isn't an earlier position; they are left out of the clocks.
     `merged` are the pairs of spans that overlap in the list.
     """

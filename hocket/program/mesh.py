@@ -27,9 +27,12 @@ P2P: tuple[Purpose, ...] = ("pp_fwd", "pp_bwd")
 
 HALF = 64 << 20
 """Bytes of a half, through which copy engines move what is gathered, or reduced; there are two for each."""
-SMS, TP_SMS, P2P_SMS = 16, 24, 4
-"""Most SMs of one collective on NCCL, of one of tensor-parallel ranks, beside most of which nothing computes, and of
-one pipeline send or receive."""
+SMS = 16
+"""Most SMs of one collective on NCCL."""
+TP_SMS = 24
+"""Most SMs of one collective of tensor-parallel ranks: nothing computes beside most of them."""
+P2P_SMS = 4
+"""Most SMs of one pipeline send or receive."""
 
 Mover = Literal["nothing", "gloo", "nccl", "copies", "pieces", "kernels"]
 """What moves a group's bytes: copies are those of copy engines, which move pieces of tokens, or else whole tensors;

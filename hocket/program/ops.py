@@ -78,12 +78,12 @@ Key = tuple[str, str, int, int, int]
 class Op(NamedTuple):
     """One operation of one rank.
 
-    `microbatch` counts the residencies of the unit (0, 1, ...) for gather and release. `layer` is the layer's number in
+    `microbatch` counts this unit's gathers (0, 1, ...) for gather and release. `layer` is the layer's number in
     the whole model, -1 where no layer is meant. `deps` and `frees` are positions in the same rank's list: ops that must
     be done before this one, and ops whose output is dropped once this one has been issued. `slot` is the weight slot of
     a gather or release, the gradient slot of a wgrad, add or reduce, the slot of whole matrices of a collect,
     orthogonalise, scatter, and the update after them, and the slot in the host's memory of an offload or reload; -1
-    means none. The step has the chunk of an end whose gradient it adds to what was received as `tied`.
+    means none. With a tied embedding on two ranks, `chunk` of the step is that of this rank's end.
     """
 
     verb: Verb
@@ -130,8 +130,8 @@ class Layout:
     may be without layers.
     With `cp` above 1 each rank has a part of every sequence, and layers gather keys and values, or exchange `heads`.
     With `ep == 1` a MoE layer needs no all-to-all, so it has no dispatch and no combine; with `per_rank` rows are sent
-    once per token and rank, and nothing of what comes back is kept for backward; with `placed` rows arrive where their
-    experts want them, who keep them as they are; with `uncounted` no host waits until it knows how many they are.
+    once per token and rank, and nothing of what comes back is kept for backward; with `placed` rows arrive grouped by
+    expert, so experts make no copy; with `uncounted` no host waits until it knows how many they are.
     `tied` says that the head uses the embedding's weights, so that both belong to one unit, whose chunk counts as 0.
     Where the ends are on two ranks both have it: see Note: [One embedding on two ranks] in `shard.py`.
     The parts in `recompute` keep nothing but their inputs from forward to backward: `attn` in all layers, `attn:2` in

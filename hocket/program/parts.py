@@ -74,8 +74,8 @@ class Part:
     recomputable: bool = False
     """Whether it may run forward once more for its backward, since it keeps more than it reads."""
     lends: bool = False
-    """Whether what it keeps is its value, which its readers need not keep if it runs once more: for them, not for its
-    own backward. So it is with a recomputable part that communicates."""
+    """Whether readers may drop this part's output and get it when the part runs again, which its own backward does not
+    need. So it is with a recomputable part that communicates."""
     kept: tuple[str, ...] = ()
     """Values that its saved state refers to from forward until its backward ends: `fwd dispatch`, `input`, ... Only
     those matter that another lane has made: see Note: [Values of communication lanes live longer]."""

@@ -15,7 +15,7 @@ Note: [Gradients that stay whole]
 on the rank: an `add` after the last weight gradient of the unit and microbatch, on the same lane, so the slot is
 free for the next one without anybody waiting. The reduce of the last microbatch takes the sum in. Where a unit's
 group has one member there is nothing to put off: each reduce is local. In both cases the weight gradients themselves
-may do the adding, and then an `add`, or a local reduce, says no more than that those of a microbatch are complete.
+may do the adding. Then an `add`, or a local reduce, only marks a microbatch's gradients as complete.
 
 Note: [Updates that are left to the next step]
 An update needs the norm of all gradients if they are clipped, so at the end of a step nothing is left to run beside it.
@@ -71,7 +71,7 @@ MATRIX_SLOTS = 2
 
 @dataclass(frozen=True)
 class Sharding:
-    """Over how many ranks weights and gradients are spread, those of experts and all others, and what of them is."""
+    """Group sizes for dense and expert units, and the strategy."""
 
     dense: int = 1
     experts: int = 1

@@ -46,7 +46,7 @@ def layout_of(config: Config) -> Layout:
 
 
 def sharding_of(config: Config) -> Sharding:
-    """Over how many ranks weights and gradients are spread, and what of them is: all, while that is open."""
+    """Group sizes for dense and expert units, and the strategy; `auto` counts as optim_grads_params."""
     strategy = config.overlap.dp.strategy
     kept: Strategy = "optim_grads_params" if strategy == "auto" else strategy
     sizes = config.mesh.members("reduce_dense"), config.mesh.members("reduce_experts")

@@ -86,11 +86,10 @@ def moe(
     """A layer whose experts are spread over `ep` ranks.
 
     With `per_rank` a token is sent once per rank, and nothing of what comes back is kept for backward. With `placed`
-    rows arrive where their experts read them, and experts keep them as they are. Where all experts are here, they are
-    told the weights of rows beside them. With `uncounted` no host waits until
-    it knows how many rows come. With `again` rows can be dispatched once more for the backward of experts, who then do
-    not keep them. So that nobody keeps what is sent either, `dispatch` makes the rows from tokens, which the router
-    keeps; sent once per rank they are few, and kept.
+    rows arrive grouped by expert, so experts make no copy. If `ep` is 1, experts also get each row's routing weight.
+    With `uncounted` no host waits until it knows how many rows come. With `again` rows can be dispatched once more for
+    the backward of experts, which then do not keep them. `dispatch` makes what it sends from tokens, which the router
+    keeps; rows sent once per rank are few, and kept.
     """
     away = partial(Part, lane="a2a", purpose="a2a", ranks=ep)
     arrived = ("fwd dispatch",) if placed else ()

@@ -16,10 +16,10 @@ combine have received. The residual addition hands the gradient of a layer's out
 a chunk keeps the received gradient until its shared expert's or dense MLP's weight gradients are done.
 
 Note: [What an update has read is the compute lane's]
-An update takes the gradients that the step before has left at rest, and what it hands over, its value, is their memory:
-of the compute lane, whose first weight gradient made it (`fsdp/planned/unit.py`). Nobody looks the value up, but the
-update itself has read it, on its own lane. So it is its own reader, and the compute lane drops it when it is known to
-come after: with the first forward of the unit at the latest, which comes after the update of its weights anyway.
+An update takes the gradients that the step before left. Its value is their memory, which belongs to the compute lane,
+whose first weight gradient made it (`fsdp/planned/unit.py`). Only the update itself reads it, on its own lane. So it is
+its own reader, and the compute lane drops the value once it is known to come after the update: with the unit's first
+forward at the latest.
 
 Note: [What is offloaded is the compute lane's]
 A forward leaves what it keeps to its segment, and offload copies it to the host's memory on a lane of its own. Then
@@ -130,14 +130,14 @@ def _inputs(op: Op, layout: Layout, rank: int) -> list[Key]:
 
 
 def gathers_again(layout: Layout, part: str, layer: int) -> bool:
-    """Whether a part of a layer makes its value once more, for those who read it in backward."""
+    """Whether a part of a layer makes its value once more, for its readers in backward."""
     return layout.recomputes(part, layer) and layout.part(part, layer).lends
 
 
 def lent_to(layout: Layout, part: str, layer: int) -> str:
     """The part whose value a part does not keep for its backward, since it is made again; empty if there is none.
 
-    What is recomputed reads the value then. The backward of what is not recomputed does, as the last of what it reads.
+    A recomputed reader reads it in its recompute; any other in its backward, last.
     """
     if layer < 0 or layout.recomputes(part, layer):
         return ""

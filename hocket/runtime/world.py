@@ -124,19 +124,6 @@ def rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def broadcast_object(value: T, rank: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Broadcast a Python object from a rank of a group."""
-    values: list[Any] = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(values, rank, group)
-    return values[0]
-
-
-def broadcast_tensor(tensor: torch.Tensor) -> None:
-    """Broadcast rank 0's tensor into every rank's."""
-    dist.broadcast(tensor, 0)
-
-
 def all_reduce_over_group(value: torch.Tensor, how: Literal["sum", "max"], group: dist.ProcessGroup) -> torch.Tensor:
     """All-reduce a tensor over a group, in place; returns it."""
     dist.all_reduce(value, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group)

@@ -313,7 +313,7 @@ KNOBS: tuple[Knob, ...] = (
 def choices(c: Config, host: Host, trials: Trials, made: Collection[str]) -> Iterator[Choice]:
     """Every choice by cost that a sound configuration leaves open. Each finds what it builds on chosen before it.
 
-    `made` are the settings that were open and that rules have chosen already: what costs say of these replaces that.
+    `made` are the open settings that rules have chosen already; choices by cost override them.
     """
     by_rules = (partial(transport_that_fits, open_=made), partial(graphs_that_pay, open_=made))
     by_cost = (*(knob.choose for knob in KNOBS), choose_room, choose_deferral)

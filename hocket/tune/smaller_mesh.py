@@ -31,7 +31,8 @@ _CHANGED = (*(f"mesh.{field.name}" for field in dataclasses.fields(MeshConfig)),
 RECOMPUTE = "plan.recompute"
 
 Settle = Callable[[Config], tuple[Config, Config] | None]
-"""A configuration without what it gives up, and that with all choices that need no costs; None if a rule refuses it."""
+"""Gives (the configuration without what it gives up, the same after all choices that need no costs), or None if a rule
+refuses it."""
 
 _HOW = ("overlap.", "plan.", "network.")
 """Sections that say how a step runs."""

@@ -68,7 +68,7 @@ _TOLD = {
     "overlap.ep.copies": "per_expert",
     "overlap.ep.splits": "host",
 }
-"""Settings that a program does not read, or reads only from layout and sharding -> one value for all their values."""
+"""Settings that a program does not read, or reads only from layout and sharding -> their constant in cache keys."""
 _OPEN = {
     "overlap.dp.update": "end",
     "overlap.ep.merge_ends": "off",

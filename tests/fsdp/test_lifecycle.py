@@ -40,8 +40,10 @@ def in_all(rank: int, told: Sequence[tuple[Callable[[Pair], None], Sequence[Case
 
 def test_stories():
     # A graph that is used again is reduced unit by unit as it goes: both halves of a module called twice on their own.
-    fourth = {stories.backward_twice: "parallel"}
-    told = [(story, cases("stack", "nested", "tied_across", fourth.get(story, "twice"))) for story in STORIES.values()]
+    told = [
+        (story, cases("stack", "nested", "tied_across", "parallel" if story is stories.backward_twice else "twice"))
+        for story in STORIES.values()
+    ]
     run_ranks(in_all, 2, told, 2)
 
 

@@ -199,7 +199,7 @@ def refuses(rank: int) -> None:
     both = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for layer, axis in zip(both, ("dp", "tp"), strict=True):
         parallelize_module(layer, mesh[axis], ColwiseParallel())
-    with pytest.raises(ValueError, match="one tensor-parallel mesh for a model"):
+    with pytest.raises(ValueError, match="one tensor-parallel mesh beside"):
         hocket.fully_shard(both, mesh=init_device_mesh("cpu", (4, 1), mesh_dim_names=("x", "y"))["y"])
     two = nn.Linear(4, 4)
     two.weight = nn.Parameter(distribute_tensor(two.weight.detach(), mesh, [Shard(0), Replicate()]))
@@ -380,3 +380,44 @@ def experts_divided(rank: int) -> None:
 
 def test_experts_that_are_divided_as_dtensors() -> None:
     run_ranks(experts_divided, 4)
+
+
+class MixtureOfBoth(Mixture):
+    """Also a block whose products tensor-parallel ranks divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.block(self.embed(ids))
+        return self.head(x + self.experts(x))
+
+
+def tensors_and_experts(rank: int) -> None:
+    """DTensors on two meshes: experts over data-parallel ranks, products over tensor-parallel ones."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicas", "ep", "tp"))
+    torch.manual_seed(0)
+    plain = MixtureOfBoth().double()
+    made = copy.deepcopy(plain)
+    weight = made.experts.weight.detach()
+    made.experts.weight = nn.Parameter(distribute_tensor(weight, mesh["ep"], [Shard(0)]))
+    parallelize_module(made.block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    hocket.fully_shard(made.experts, mesh=mesh["replicas"])
+    made.experts.set_gradient_divide_factor(2.0)  # pyrefly: ignore[not-callable]
+    hocket.fully_shard(made, mesh=mesh["ep"])
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR) for one in (made, plain)]
+    for step in range(2):
+        loss_of(made, *batch(mesh["ep"].get_local_rank(), step, 0)).backward()
+        torch.stack([loss_of(plain, *batch(one, step, 0)) for one in range(2)]).mean().backward()
+        torch.testing.assert_close(float(by_hocket(made)), float(by_torch(plain)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in plain.named_parameters():
+        found = full(made.get_parameter(name))
+        torch.testing.assert_close(found, value.detach(), msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_tensor_and_expert_parallel_meshes_in_one_model() -> None:
+    run_ranks(tensors_and_experts, 4)

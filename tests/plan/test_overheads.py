@@ -29,9 +29,9 @@ def test_contention_is_that_of_what_moves_the_bytes() -> None:
     kernels, copies = H200.beside_kernels, H200.beside_copies
     assert 0 < copies < kernels
     on_nccl = overheads_of(settled(), H200, KEYS).contention
-    assert on_nccl == {"gather": kernels, "reduce": kernels, "a2a": kernels, "pp": kernels}
+    assert on_nccl == dict.fromkeys(("gather", "reduce", "a2a", "pp", "cp", "tp"), kernels)
     on_copies = overheads_of(settled(train__transport="copy_engine"), H200, KEYS).contention
-    assert on_copies == dict.fromkeys(on_nccl, copies)
+    assert on_copies == {**dict.fromkeys(on_nccl, copies), "tp": kernels}
     gathers = overheads_of(settled(train__transport="copy_engine_gathers"), H200, KEYS).contention
     assert gathers == {**on_nccl, "gather": copies}
     placed = settled(train__transport="copy_engine", overlap__ep__splits="device", plan__graphs="on")

@@ -84,7 +84,7 @@ def test_local_kernels_and_copies_are_compute(name: str, launcher: str) -> None:
         ("", "mesh_ep", "alltoall", "", "a2a"),
         ("", "mesh_dp_shard", "allgather", "", "gather"),
         ("", "mesh_fsdp", "reducescatter", "", "reduce"),
-        ("", "mesh_cp", "sendrecv", "", "other"),
+        ("", "mesh_cp", "sendrecv", "", "cp"),
         # then the collective and what launched it
         ("", "default_pg", "allreduce", "", "reduce"),
         ("", "", "allgather", "FSDP::all_gather", "gather"),
