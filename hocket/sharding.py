@@ -1,6 +1,6 @@
 """Names that go with `hocket.fully_shard`. With the policies of FSDP2, one import has what its loops need."""
 
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle, share_comm_ctx
 from torch.optim import Muon  # which takes shards once a model is sharded
 
 from hocket.fsdp.api import context_of, fully_shard, instead_of_fsdp2, step_and_gather, unit_of
@@ -19,6 +19,7 @@ __all__ = [
     "fully_shard",
     "instead_of_fsdp2",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "step_and_gather",
     "unit_of",
 ]

@@ -1,8 +1,9 @@
 """A planned step that trains: what `hocket.plan_model` and `hocket.plan(...).start()` return.
 
-Its checkpoints have the format of `hocket.checkpoint.save` (`fsdp/saving/checkpoint.py`): DCP's, with the keys `model`
-and `optimizer`, the latter in torch's flat layout, since pipeline ranks hold different parameters. A third key, `step`,
-has what else the next step goes by: shares of the balance loss over a batch, and the norms by which steps are skipped.
+Checkpoints of steps and runs hold what `state_of` returns. Its keys `model` and `optimizer` are those of
+`hocket.checkpoint.save` (`fsdp/saving/checkpoint.py`), the latter in torch's flat layout, since pipeline ranks hold
+different parameters. A third one, `step`, has what else the next step goes by: shares of the balance loss over a batch,
+and the norms by which steps are skipped.
 """
 
 from __future__ import annotations
@@ -22,11 +23,9 @@ from torch import Tensor, nn
 from hocket.config import Config
 from hocket.config.optimizer import unmatched
 from hocket.engine import Engine
+from hocket.fsdp.piece import local_of
 from hocket.fsdp.planned.optimizer import AVERAGES
-from hocket.fsdp.saving.background import tell_all
-from hocket.fsdp.saving.checkpoint import MODEL, OPTIMIZER, CheckpointReader, write_now_or_behind
-from hocket.fsdp.saving.inventory import FlatTensor
-from hocket.fsdp.saving.state import differences
+from hocket.fsdp.saving.storage import MODEL, OPTIMIZER, CheckpointReader, differences, save_state
 from hocket.kernels import IGNORED
 from hocket.model.documents import Documents, Microbatch
 from hocket.model.transformer import Chunk
@@ -196,41 +195,41 @@ class PlannedStep:
         if not path.name:
             raise ValueError(f"folder = {str(folder)!r}: it has no name; fix: such as checkpoints/10")
         self._refuse_state()
-        tell_all()
-        optimizer = self.engine.optimizer
-        state: dict[str, Any] = dict(self._averages())
-        for name, settings in optimizer.settings.items():
+        state = self._state()
+        for name, settings in self.engine.optimizer.settings.items():
             theirs = self.parameters[name][0]
-            state[f"state.{theirs}.step"] = torch.tensor(float(optimizer.steps))
-            state |= {f"param_groups.{theirs}.{key}": value for key, value in settings.items()}
-        whole = {MODEL: self._weights(), OPTIMIZER: state, STEP: self._next()}
-        return write_now_or_behind(path, whole, self.others, asynchronously)
+            state[OPTIMIZER] |= {f"param_groups.{theirs}.{key}": value for key, value in settings.items()}
+        return save_state(path, state, self.others, asynchronously=asynchronously)
 
     def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True) -> None:
         """Load what `save` or `hocket.checkpoint.save` wrote, on any number of ranks; each reads what it keeps.
 
-        Without `optimizer` the weights alone, and AdamW begins anew. Its settings stay those of `train.*`. Raises
-        ValueError, before anything changes, for a folder that is no checkpoint of such a model; for damaged files
-        ValueError or OSError, and then weights may have been loaded.
+        Without `optimizer` the weights alone, and the optimizer begins anew. Its settings stay those of `train.*`.
+        Raises ValueError, before anything changes, for a folder that is no checkpoint of such a model; for damaged
+        files ValueError or OSError, and then weights may have been loaded.
         """
         self._refuse_state()
         reader = CheckpointReader(Path(folder))
         stored = reader.shapes()
         self._refuse_other_model(Path(folder), stored, optimizer)
-        averages = self._averages()
-        steps = {f"state.{theirs}.step": torch.zeros(()) for theirs, _ in self.parameters.values()}
-        state: dict[str, Any] = {MODEL: self._weights()}
-        following = self._begun_anew()
-        known = {name: tensor for name, tensor in following.items() if f"{STEP}.{name}" in stored}
-        state |= {OPTIMIZER: {**averages, **steps}, STEP: known} if optimizer else {}
-        reader.load(state)
+        begin_anew(self.engine)
+        state = self._state()
+        lacking = {name for name in state[STEP] if f"{STEP}.{name}" not in stored}
+        for name in lacking:
+            del state[STEP][name]
+        reader.load(state if optimizer else {MODEL: state[MODEL]})
         if not optimizer:
-            for tensor in averages.values():
-                tensor.flat.zero_()
-        elif lacks := self._lacks(following.keys() - known.keys()):
+            forget_updates(self.engine)
+            return
+        if lacks := self._lacks(lacking):
             warnings.warn(f"checkpoint {folder} lacks {lacks}: they begin anew", stacklevel=2)
-        self.engine.optimizer.steps = int(max(steps.values()))
-        self.engine.sharded.refresh()
+        take(self.engine, state[OPTIMIZER])
+
+    def _state(self) -> dict[str, dict[str, Any]]:
+        """What a checkpoint holds of this rank, by the model's own names."""
+        state = state_of(self.engine, {name: theirs for name, (theirs, _) in self.parameters.items()})
+        state[MODEL] |= self.buffers
+        return state
 
     def _refuse_state(self) -> None:
         """Raise ValueError where there is nothing to save or go on from."""
@@ -239,23 +238,6 @@ class PlannedStep:
                 "train.transport = null: ranks have not exchanged what they learnt, which is nothing to save or go on "
                 "from; fix: another train.transport"
             )
-        if self.settings.optimizer.name == "muon":
-            raise ValueError(
-                "optimizer.name = muon: a step's checkpoint has AdamW's layout, with no place for Muon's averages; "
-                "fix: hocket train, whose checkpoints have, or optimizer.name = adamw"
-            )
-
-    def _next(self) -> dict[str, Tensor]:
-        """What the next step goes by beside weights and averages: live tensors."""
-        shares = {f"layers.{n}.share": share for n, share in self.engine.balance.shares().items()}
-        return {**shares, **self.engine.optimizer.guard.remembered}
-
-    def _begun_anew(self) -> dict[str, Tensor]:
-        """The same, as before a first step."""
-        for share in self.engine.balance.shares().values():
-            share.fill_(1 / len(share))
-        self.engine.optimizer.guard.go_on(0, ())
-        return self._next()
 
     def _lacks(self, missing: Collection[str]) -> str:
         """In words, what the next step will miss."""
@@ -266,38 +248,22 @@ class PlannedStep:
         }
         return " and ".join(text for text, lacking in words.items() if lacking)
 
-    def _weights(self) -> dict[str, Tensor]:
-        """The main weights that this rank keeps, and buffers: live tensors."""
-        mine = {
-            self.parameters[name][0]: s.piece.tensor(s.piece.main) for name, s in self.engine.optimizer.state.items()
-        }
-        return {**mine, **self.buffers, **self.engine.balance.biases()}
-
-    def _averages(self) -> dict[str, FlatTensor]:
-        """The optimizer's averages that this rank keeps: live tensors, by torch's names of them."""
-        return {
-            f"state.{self.parameters[name][0]}.{key}": state.piece.tensor(getattr(state, key))
-            for name, state in self.engine.optimizer.state.items()
-            for key in AVERAGES
-        }
-
     def _refuse_other_model(self, folder: Path, shapes: Mapping[str, Any], optimizer: bool) -> None:
         """Raise ValueError, the same on all ranks, for a checkpoint that is none of such a model."""
         if not shapes:
             raise ValueError(f"checkpoint {folder}: it is not complete, for it has no .metadata; fix: what save wrote")
-        wanted: dict[str, Any] = {name: torch.Size(shape) for name, shape in self.parameters.values()}
-        averages = {f"{OPTIMIZER}.state.{name}.{key}": shape for name, shape in wanted.items() for key in AVERAGES}
-        wanted |= self.buffers
-        for biases in everyone({name: bias.shape for name, bias in self.engine.balance.biases().items()}):
-            wanted |= biases
+        mine = self._state()
+        model, state = dict[str, Any](), dict[str, Any]()
+        for weights, kept in everyone([{name: x.shape for name, x in mine[key].items()} for key in (MODEL, OPTIMIZER)]):
+            model |= weights
+            state |= {f"{OPTIMIZER}.{name}": shape for name, shape in kept.items()}
         found = {key.removeprefix(f"{MODEL}."): shape for key, shape in shapes.items() if key.startswith(f"{MODEL}.")}
         found = {name: shape for name, shape in found.items() if name not in self.others}
-        if wrong := differences(found, wanted):
+        if wrong := differences(found, model):
             raise ValueError(f"checkpoint {folder}: it is of another model: {wrong}; fix: the model that was saved")
-        averages |= {f"{OPTIMIZER}.state.{name}.step": torch.Size() for name, _ in self.parameters.values()}
-        if optimizer and (wrong := differences({key: shapes[key] for key in averages if key in shapes}, averages)):
+        if optimizer and (wrong := differences({key: shapes[key] for key in state if key in shapes}, state)):
             raise ValueError(
-                f"checkpoint {folder}: it has no AdamW of all parameters: {wrong}; fix: load(folder, optimizer=False)"
+                f"checkpoint {folder}: it is of another optimizer: {wrong}; fix: load(folder, optimizer=False)"
             )
 
     def close(self) -> None:
@@ -402,3 +368,48 @@ def started(settings: Settings) -> PlannedStep:
     engine = Engine(settings, dist.get_rank() if dist.is_initialized() else 0, device)
     engine.init_weights()
     return PlannedStep(engine, settings, model_costs, names)
+
+
+def state_of(engine: Engine, names: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    """What this rank has of weights and state, by key of a checkpoint: live tensors, but for counts of updates.
+
+    `names` has the names of parameters there.
+    """
+    optimizer, updates = engine.optimizer, torch.tensor(float(engine.optimizer.steps))
+    kept = [(each.piece, {key: getattr(each, key) for key in AVERAGES}) for each in optimizer.state.values()]
+    kept += [(piece, {"momentum_buffer": momentum}) for piece, momentum in optimizer.momenta.values()]
+    weights, state = dict[str, Any](engine.balance.biases()), dict[str, Any]()
+    for piece, items in kept:
+        name = names[piece.name] if names else piece.name
+        weights[name] = piece.boxes(piece.main)
+        state |= {f"state.{name}.{key}": piece.boxes(flat) for key, flat in items.items()}
+        state[f"state.{name}.step"] = updates.clone()
+    return {MODEL: weights, OPTIMIZER: state, STEP: following(engine)}
+
+
+def following(engine: Engine) -> dict[str, Any]:
+    """What the next step goes by beside weights and the optimizer's state."""
+    shares = {f"layers.{n}.share": share for n, share in engine.balance.shares().items()}
+    return {**shares, **engine.optimizer.guard.remembered}
+
+
+def begin_anew(engine: Engine) -> None:
+    """Forget what `following` has."""
+    for share in engine.balance.shares().values():
+        share.fill_(1 / len(share))
+    engine.optimizer.guard.forget()
+
+
+def take(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Go on from loaded weights, and from what was loaded of the optimizer's state."""
+    updates = (int(value) for key, value in state.items() if key.endswith(".step"))
+    engine.optimizer.steps = max(everyone(max(updates, default=0)))  # small parameters are on some ranks alone
+    engine.sharded.refresh()
+
+
+def forget_updates(engine: Engine) -> None:
+    """After weights were loaded alone: the optimizer begins anew."""
+    state = state_of(engine)[OPTIMIZER]
+    for value in state.values():
+        local_of(value).zero_()
+    take(engine, state)

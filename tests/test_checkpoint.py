@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hocket.config import Config, ModelConfig, RunConfig, TrainConfig
 from hocket.config.schema import changed
+from hocket.fsdp.piece import Boxes
 from hocket.fsdp.saving.atomic_folder import AtomicFolder
-from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.layers.slices import Span
 from hocket.resolve import Settings, resolve
 from hocket.train import checkpoint
-from hocket.train.checkpoint import Moment, State
+from hocket.train.checkpoint import Moment
 from tests.helpers.ranks import run_ranks
 
 SHAPES = {"embed.weight": (13, 5), "layers.0.w": (3, 4, 5), "layers.0.scale": (7,), "bias": (2,), "count": ()}
@@ -45,11 +45,13 @@ def value_of(name: str, kind: str, step: int) -> torch.Tensor:
     return torch.arange(math.prod(shape), dtype=torch.float64).float() + start
 
 
-def pieces(rank: int, world: int, kind: str, step: int | None, names: tuple[str, ...] = tuple(SHAPES)) -> State:
+def pieces(
+    rank: int, world: int, kind: str, step: int | None, names: tuple[str, ...] = tuple(SHAPES)
+) -> dict[str, Boxes]:
     """One flat buffer of all tensors, cut into equal shares without regard to where tensors end."""
     sharded = [name for name in names if name not in REPLICATED]
     share = -(-sum(math.prod(SHAPES[name]) for name in sharded) // world)
-    found, start = State(), 0
+    found, start = dict[str, Boxes](), 0
     for name in names:
         count = math.prod(SHAPES[name])
         lo, hi = 0, count
@@ -58,11 +60,11 @@ def pieces(rank: int, world: int, kind: str, step: int | None, names: tuple[str,
             hi = max(lo, min(count, (rank + 1) * share - start))
             start += count
         full = value_of(name, kind, step) if step is not None else torch.full((count,), float("nan"))
-        found[f"{kind}.{name}"] = FlatTensor(full[lo:hi].clone(), Span(SHAPES[name], lo, hi))
+        found[f"{kind}.{name}"] = Boxes(full[lo:hi].clone(), Span(SHAPES[name], lo, hi))
     return found
 
 
-def groups(step: int | None, names: tuple[str, ...] = tuple(SHAPES)) -> State:
+def groups(step: int | None, names: tuple[str, ...] = tuple(SHAPES)) -> dict[str, Boxes]:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return pieces(rank, world, "weight", step, names) | pieces(rank, world, "exp_avg", step, names)
 

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from hocket.config.schema import changed
 from hocket.fsdp.saving import atomic_folder
-from hocket.fsdp.saving.checkpoint import CheckpointWriter
+from hocket.fsdp.saving.storage import CheckpointWriter
 from hocket.train import checkpoint
 from hocket.train.checkpoint import Moment
 from tests.helpers.ranks import run_ranks
@@ -54,7 +54,7 @@ def slower_than_patience(rank: int, folder: Path, behind: bool) -> str:
         CheckpointWriter.write_data = lambda *args: (time.sleep(2), write(*args))[1]  # type: ignore[method-assign]
     try:
         if behind:
-            checkpoint.save_behind(settings, Moment(1, 1), groups(1)).result(timeout=50)
+            checkpoint.save(settings, Moment(1, 1), groups(1), behind=True).result(timeout=50)
         else:
             checkpoint.save(settings, Moment(1, 1), groups(1))
     except (ValueError, RuntimeError) as error:

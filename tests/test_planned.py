@@ -14,6 +14,7 @@ import pytest
 import hocket
 from hocket import cli
 from hocket.config import Config
+from hocket.config.schema import changed
 from hocket.predict.hardware import H200
 from hocket.recipes import RECIPES
 
@@ -190,10 +191,11 @@ def test_documents_of_a_packed_batch_stay_apart() -> None:
 
 
 def test_a_loaded_step_goes_on_with_its_balance_and_its_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit; and a checkpoint that has neither says so."""
+    """Bit for bit, from its own checkpoint and from a run's; and one that has neither says so."""
     import torch
 
-    from hocket.step import PlannedStep
+    from hocket.step import state_of
+    from hocket.train.checkpoint import Moment, save
 
     model = {"model.aux_loss": 1.0, "model.aux_loss_over": "batch", "optimizer.skip_spikes": 3.0}
     model |= {"model.layers": 2, "model.dense_layers": (0,), "data.sequence_length": 16}
@@ -209,17 +211,20 @@ def test_a_loaded_step_goes_on_with_its_balance_and_its_norms(tmp_path: Path, mo
     step, other, third = (plan.start() for _ in range(3))
     trained(step, batches[:2])
     step.save(tmp_path / "two")
+    state = {f"{key}.{name}": v for key, values in state_of(step.engine).items() for name, v in values.items()}
+    run = save(changed(plan.settings, {"run.folder": str(tmp_path)}), Moment(2, 0), state).result()
     expected, guard = trained(step, batches[2:]), step.engine.optimizer.guard
-    trained(other, [batches[4]])  # which leaves shares and norms that must not stay
-    other.load(tmp_path / "two")
-    found = trained(other, batches[2:])
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert other.engine.optimizer.guard.norms == guard.norms
+    for folder in (tmp_path / "two", run):
+        trained(other, [batches[4]])  # which leaves shares and norms that must not stay
+        other.load(folder)
+        found = trained(other, batches[2:])
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert other.engine.optimizer.guard.norms == guard.norms
     other.load(tmp_path / "two", optimizer=False)
     assert other.engine.optimizer.guard.norms == []
     assert all(share.unique().numel() == 1 for share in other.engine.balance.shares().values())
     with monkeypatch.context() as patched:
-        patched.setattr(PlannedStep, "_next", lambda self: {})
+        patched.setattr("hocket.step.following", lambda engine: {})
         other.save(tmp_path / "without")
     words = "lacks the shares of rows .* goes by and the norms that optimizer.skip_spikes = 3 compares with: they begin"
     with pytest.warns(UserWarning, match=words):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hocket.config.schema import changed
 from hocket.fsdp.saving import background
 from hocket.fsdp.saving.atomic_folder import AtomicFolder, checksum
-from hocket.fsdp.saving.checkpoint import CheckpointWriter
+from hocket.fsdp.saving.storage import CheckpointWriter
 from hocket.train import checkpoint, trainer
 from hocket.train.checkpoint import Moment, SaveFailed, Saves, newest_of
 from hocket.train.metrics import Metrics
@@ -37,7 +37,7 @@ def behind_changes(rank: int, folder: Path) -> None:
     """Weights change, and ranks talk, between a save's begin and its first written byte."""
     may_write, live = threading.Event(), groups(5)
     background.thread().submit(may_write.wait, 20)
-    saving = checkpoint.save_behind(settings_in(folder), Moment(5, 50), live)
+    saving = checkpoint.save(settings_in(folder), Moment(5, 50), live, behind=True)
     for piece in live.values():
         piece.flat.fill_(math.nan)
     dist.barrier()
@@ -100,11 +100,6 @@ def test_a_save_that_fails_behind_is_told_and_the_next_one_tried(tmp_path: Path)
     assert told.lines[1:] == ["saved 2"]
 
 
-def _wait_for(saving: background.Saving | Path) -> None:
-    if isinstance(saving, background.Saving):
-        saving.result(timeout=50)
-
-
 def save_over(rank: int, folder: Path, behind: bool, fails: str) -> list[str]:
     """A save with `train.keep` = 1 over two checkpoints, of which a part fails."""
     for step in (1, 2):
@@ -115,9 +110,8 @@ def save_over(rank: int, folder: Path, behind: bool, fails: str) -> list[str]:
 
     owner, name = {"files": (CheckpointWriter, "write_data"), "name": (AtomicFolder, "publish")}[fails]
     setattr(owner, name, fail)
-    save = checkpoint.save_behind if behind else checkpoint.save
     with pytest.raises(SaveFailed, match=r"the last one is .*step-00000002"):
-        _wait_for(save(settings_in(folder, keep=1), Moment(3, 3), groups(3)))
+        checkpoint.save(settings_in(folder, keep=1), Moment(3, 3), groups(3), behind).result(timeout=50)
     background.wait_for_thread()
     dist.barrier()
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))

@@ -26,15 +26,14 @@ from torch import Tensor, nn
 from hocket.adapters.source import AdaptedModel
 from hocket.fsdp.members import UNIT
 from hocket.fsdp.saving.atomic_folder import AtomicFolder, sync
-from hocket.fsdp.saving.inventory import Inventory, context_given
-from hocket.fsdp.saving.state import EXTRA
+from hocket.fsdp.saving.checkpoint import EXTRA, Inventory, context_given
 from hocket.layers.slices import Span
 from hocket.model.source import whole_shapes
 from hocket.pretrained.families import FAMILIES, config_for
 from hocket.pretrained.folder import LARGEST, write_files
 from hocket.pretrained.weights import Group, ModuleFolder, Shape, is_pretrained, of_family, plain, written
 from hocket.runtime.weights import DTYPES as COMPUTED
-from hocket.step import PlannedStep
+from hocket.step import PlannedStep, forget_updates
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -145,17 +144,11 @@ def _of_step(step: PlannedStep) -> _Live:
             config = family()[1] | {"torch_dtype": named, "dtype": named}
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
-    def updated() -> None:
-        for state in engine.optimizer.state.values():
-            state.exp_avg.zero_()
-            state.exp_avg_sq.zero_()
-        engine.optimizer.steps = 0
-        engine.sharded.refresh()
-
     return _Live(
         model, state, dict(step.buffers), pieces, step.others, engine.device, COMPUTED[settings.precision.dtype],
         not dist.is_initialized() or dist.get_rank() == 0,
-        lambda flat: engine.groups.control.all_reduce(flat, "max").wait(), updated, groups, write_config,
+        lambda flat: engine.groups.control.all_reduce(flat, "max").wait(), lambda: forget_updates(engine), groups,
+        write_config,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hocket.adapters.fused import fuse
 from hocket.adapters.layer import AdaptedChunk, DenseLayer, DenseParts, ExpertLayer, ExpertParts
 from hocket.config import Config
-from hocket.fsdp.saving.state import listed
+from hocket.fsdp.saving.storage import listed
 from hocket.layers.standin import StandIn
 from hocket.model.documents import Told
 from hocket.model.heads import Heads

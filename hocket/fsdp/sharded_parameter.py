@@ -76,7 +76,7 @@ class Summed(DTensor):
     @cached_property
     def _plain(self) -> DTensor:
         """The same local tensor as DTensor of torch, which ops compute with."""
-        return _around(self._local_tensor, self._spec)
+        return around(self._local_tensor, self._spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy: Any = self._plain.clone()
@@ -152,7 +152,7 @@ class _Rows(TorchDispatchMode):
         if any(placement.is_partial() for placement in found.placements):
             whole = [Replicate() if placement.is_partial() else placement for placement in found.placements]
             found = found.redistribute(placements=whole)
-        return _around(found._local_tensor, found._spec, Summed)
+        return around(found._local_tensor, found._spec, Summed)
 
 
 class Watched(Summed):
@@ -171,7 +171,7 @@ class Watched(Summed):
         cut: Callable[[Tensor], Tensor] | None = None,
         requires_grad: bool = False,
     ) -> Any:
-        made = _around(local, spec, cls, requires_grad)
+        made = around(local, spec, cls, requires_grad)
         made._wrote, made._cut = wrote, cut
         return made
 
@@ -189,7 +189,7 @@ class Watched(Summed):
         self._wrote()
 
 
-def _around(local: Tensor, spec: DTensorSpec, cls: type[DTensor] = DTensor, requires_grad: bool = False) -> Any:
+def around(local: Tensor, spec: DTensorSpec, cls: type[DTensor] = DTensor, requires_grad: bool = False) -> Any:
     """A DTensor around a local tensor. It must not take over a storage offset, with which it can't be pickled."""
     made: Any = DTensor.__new__(cls, local.new_empty(0), spec, requires_grad=requires_grad)
     made._local_tensor = local
@@ -389,7 +389,7 @@ class _Divided(ShardedParameter, Watched):  # pyrefly: ignore[inconsistent-inher
     """A parameter of which ranks have different rows."""
 
     def like(self, flat: Tensor) -> Any:
-        return _around(_in_rows(self.group, self.position, flat), self._spec)
+        return around(_in_rows(self.group, self.position, flat), self._spec)
 
     def _shown(self, grad: Tensor) -> Tensor:
         group = self.group

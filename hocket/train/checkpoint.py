@@ -33,13 +33,12 @@ from hocket.config import LABELS, TrainConfig
 from hocket.config.rule import problem
 from hocket.config.schema import digest
 from hocket.files import set_aside
-from hocket.fsdp.saving import background
 from hocket.fsdp.saving.atomic_folder import clean_up, free, remove, shown
-from hocket.fsdp.saving.background import Saving, wait_for_thread
-from hocket.fsdp.saving.checkpoint import METADATA, CheckpointReader, CheckpointWriter, write
-from hocket.fsdp.saving.inventory import FlatTensor
+from hocket.fsdp.saving.background import Saving, saved, thread, wait_for_thread
+from hocket.fsdp.saving.storage import METADATA, CheckpointReader, CheckpointWriter, write
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world, together
+from hocket.step import STEP
 from hocket.train.runs import changes, stored, told
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 # -- What a checkpoint says about itself -------------------------------------------------------------------------------
 
-FORMAT = 1
+FORMAT = 2
 """Number of the format. It changes whenever saved data changes its meaning."""
 
 META = "meta.json"
@@ -73,7 +72,7 @@ def _damage_seen(path: Path) -> str:
             return f"{path / META} cannot be read"
         if meta["format"] != FORMAT:
             return f"it has format {meta['format']}, and this version of hocket reads format {FORMAT}"
-        if CHECK in meta and meta[CHECK] != sealed(meta)[CHECK]:  # those of before there was a checksum are believed
+        if meta[CHECK] != sealed(meta)[CHECK]:
             return f"the checksum of {path / META} is wrong"
     except FileNotFoundError:
         return f"{path} is not a checkpoint: it has no {META}" if path.exists() else f"{path} does not exist"
@@ -160,8 +159,8 @@ TextUpTo = Callable[[int], str]
 OfRanks = dist.ProcessGroup | None
 """The ranks that talk to each other; None is all of them."""
 
-State = dict[str, FlatTensor]
-"""This rank's part of the state, by kind and name such as `weight.embed.weight`. Ranks may give the same elements."""
+State = dict[str, Any]
+"""This rank's part of the state, by key such as `model.embed.weight`. Ranks may give the same elements."""
 
 
 class SaveFailed(ValueError):
@@ -182,7 +181,7 @@ class Restored:
     position: int
     """Sequences consumed."""
     more: Mapping[str, Any]
-    """What else was given to be saved; nothing in checkpoints of before there was any."""
+    """What else was given to be saved."""
     notes: tuple[str, ...]
     """Remarks for the user: checkpoints passed over, settings that have changed since."""
 
@@ -209,50 +208,33 @@ class Moment:
     """JSON."""
 
 
-def save(settings: Settings, moment: Moment, state: State) -> Path:
-    """Write a checkpoint, then delete those that `train.keep` does not keep.
+def save(settings: Settings, moment: Moment, state: State, behind: bool = False) -> Saving:
+    """Write a checkpoint, then delete those that `train.keep` does not keep; `behind`, from a copy, while training goes
+    on (Note: [Saving while training goes on]).
 
-    Raises SaveFailed if the file system refuses, or if there is one of that step; what it has written is removed then,
-    for on a full disk nothing else would find room. ValueError if it takes some rank much longer than others.
+    Raises, or what is returned raises on every rank: SaveFailed if the file system refuses, or if there is one of that
+    step; what it has written is removed then, for on a full disk nothing else would find room. ValueError if it takes
+    some rank much longer than others.
     """
-    path = _write(settings, moment, state, _writer(settings, moment), None)
-    with in_time(settings, "delete old checkpoints"):
-        by_first(lambda: delete_old(path.parent, settings.train))
-    return path
+    path = checkpoints_of(settings) / name_of(moment.step)
+    writer = CheckpointWriter(path, beside={META: json.dumps(meta_of(settings, moment), indent=1)})
 
+    def write_it(state: State, group: OfRanks) -> Path:
+        with in_time(settings, f"write the checkpoint of step {moment.step}"):
+            try:
+                write(state, writer, group)
+            except (OSError, ValueError) as error:
+                raise SaveFailed(_refused(settings, moment.step, state, error, group)) from None
+            by_first(lambda: link(path), group)
+        return path
 
-def save_behind(settings: Settings, moment: Moment, state: State) -> Saving:
-    """The same from a copy, while training goes on. See Note: [Saving while training goes on].
-
-    What is returned raises what `save` raises, on every rank. The thread of rank 0 deletes once the folder is there.
-    """
-    writer = _writer(settings, moment)
-    path = writer.folder.final
-    saving = background.save_behind(
-        path,
-        state,
-        lambda copied, group: _write(settings, moment, copied, writer, group),
-        timeout=settings.train.hang_timeout,
-    )
+    saving = saved(path, state, write_it, behind, settings.train.hang_timeout)
     if rank_and_world()[0] == 0:
-        background.thread().submit(lambda: saving.written and delete_old(path.parent, settings.train))
+        thread().submit(lambda: saving.written and delete_old(path.parent, settings.train))
+    if not behind:
+        with in_time(settings, "delete old checkpoints"):
+            by_first(wait_for_thread)
     return saving
-
-
-def _writer(settings: Settings, moment: Moment) -> CheckpointWriter:
-    meta = json.dumps(meta_of(settings, moment), indent=1)
-    return CheckpointWriter(checkpoints_of(settings) / name_of(moment.step), beside={META: meta})
-
-
-def _write(settings: Settings, moment: Moment, state: State, writer: CheckpointWriter, group: OfRanks) -> Path:
-    """Write a checkpoint. What ranks send each other goes over a group, or that of all ranks."""
-    with in_time(settings, f"write the checkpoint of step {moment.step}"):
-        try:
-            path = write(state, writer, group)
-        except (OSError, ValueError) as error:
-            raise SaveFailed(_refused(settings, moment.step, state, error, group)) from None
-        by_first(lambda: link(path), group)
-    return path
 
 
 @contextlib.contextmanager
@@ -358,9 +340,10 @@ def _candidates(settings: Settings) -> list[Path]:
 def _load(path: Path, settings: Settings, state: State, text: TextUpTo, notes: list[str]) -> Restored:
     meta, reader = json.loads((path / META).read_text()), CheckpointReader(path)
     try:
-        differences = _differences(reader, state)
+        stored = reader.shapes()
+        differences = _differences(stored, state)
         if not differences:
-            reader.load(state, f"{path}: ")
+            reader.load({name: value for name, value in state.items() if name in stored}, f"{path}: ")
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) and error.__cause__ is not None:  # no damage: memory was short, for instance
             fix = "name another checkpoint, or start again if this may pass"
@@ -378,20 +361,24 @@ def _load(path: Path, settings: Settings, state: State, text: TextUpTo, notes: l
         notes.append(f"{path} was written by the run in {wrote}, and this run continues it")
     relevant = list(told(meta["config"], settings))
     now = text(meta["position"])
-    if meta.get("text", now) != now:
+    if meta["text"] != now:
         relevant.append(f"the text was {meta['text']}, and is {now}: some of it will be read again, some never")
     notes += [f"since the checkpoint was written, {change}" for change in relevant]
-    return Restored(path, meta["step"], meta["position"], meta.get("more", {}), tuple(notes))
+    return Restored(path, meta["step"], meta["position"], meta["more"], tuple(notes))
 
 
-def _differences(reader: CheckpointReader, state: State) -> list[str]:
-    """Tensors that only one side has, or that have different shapes. The same list on every rank."""
-    saved = {name: tuple(shape) for name, shape in reader.shapes().items() if isinstance(shape, torch.Size)}
+def _differences(stored: Mapping[str, Any], state: State) -> list[str]:
+    """Tensors that only one side has, or that have different shapes. The same list on every rank.
+
+    What the next step goes by beside weights and averages depends on settings: it begins anew if it is not there.
+    """
+    saved = {name: tuple(shape) for name, shape in stored.items() if isinstance(shape, torch.Size)}
     mine = {name: tuple(shard.shape) for name, shard in state.items()}
     wanted = {name: shape for part in everyone(mine) for name, shape in part.items()}
+    names = {name for name in saved.keys() ^ wanted.keys() if not name.startswith(f"{STEP}.")}
     return [
         f"{name} is {_shape(saved.get(name))} in the checkpoint and {_shape(wanted.get(name))} here"
-        for name in sorted(saved.keys() | wanted.keys())
+        for name in sorted(names | (saved.keys() & wanted.keys()))
         if saved.get(name) != wanted.get(name)
     ]
 
@@ -565,7 +552,7 @@ class Saves:
             )
         self._wait_for_checkpoint()
         if self._behind:
-            self._under_way = moment.step, save_behind(self.settings, moment, self._state())
+            self._under_way = moment.step, save(self.settings, moment, self._state(), behind=True)
             return
         try:
             self._now(moment)
@@ -580,7 +567,7 @@ class Saves:
 
     def _now(self, moment: Moment) -> Path:
         begun = time.perf_counter()
-        path = save(self.settings, moment, self._state())
+        path = save(self.settings, moment, self._state()).result()
         self._is_saved(moment.step, path, 0.0, time.perf_counter() - begun)
         return path
 

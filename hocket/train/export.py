@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ from hocket.config.load import as_setting
 from hocket.config.schema import changed, flat, types
 from hocket.files import json_in
 from hocket.fsdp.saving.atomic_folder import AtomicFolder, sync
-from hocket.fsdp.saving.checkpoint import CheckpointReader
-from hocket.fsdp.saving.inventory import FlatTensor
-from hocket.layers.slices import Span
+from hocket.fsdp.saving.storage import MODEL, CheckpointReader
 from hocket.model.source import whole_shapes
 from hocket.model.tokenizer import (
     FILE,
@@ -70,11 +67,9 @@ class StoredModel:
 
     def value(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A whole parameter, or a balance bias, fp32."""
-        value = torch.empty(prod(shape))
-        kind = "bias" if name.endswith("router.bias") else "weight"
-        state = {f"{kind}.{name}": FlatTensor(value, Span(tuple(shape), 0, value.numel()))}
-        self._reader.load(state)
-        return value.view(shape)
+        value = torch.empty(shape)
+        self._reader.load({f"{MODEL}.{name}": value})
+        return value
 
 
 def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGEST) -> tuple[str, list[str]]:

@@ -17,8 +17,6 @@ from hocket.engine import Engine
 from hocket.engine.engine import blame
 from hocket.environment import available_memory
 from hocket.fsdp.saving.background import copied_bytes
-from hocket.fsdp.saving.inventory import FlatTensor
-from hocket.layers.slices import Span
 from hocket.model.context import imbalance_of
 from hocket.model.documents import Microbatch, documents_of, to_device
 from hocket.model.transformer import parameter_counts
@@ -28,6 +26,7 @@ from hocket.program.documents import Dealt, as_read, deals, dealt, lengths_of, w
 from hocket.resolve import Settings
 from hocket.runtime.hangs import Watchdog
 from hocket.runtime.world import everyone
+from hocket.step import state_of, take
 from hocket.train.checkpoint import (
     Moment,
     Restored,
@@ -123,7 +122,10 @@ class Trainer:
             engine.init_weights()
         if self.pretends:
             return
-        restored = restore(settings, self._state(), self.text.up_to)
+        state = self._state()
+        restored = restore(settings, state, self.text.up_to)
+        if restored is not None:
+            take(engine, state)
         notes = make_place(settings, self._state()) if settings.train.kept["newest"] else []
         between = self.saves and 0 < settings.train.save_every < settings.train.steps
         copies, offloaded = (
@@ -137,19 +139,12 @@ class Trainer:
 
     def _go_on(self, restored: Restored) -> None:
         """Take over what a checkpoint holds beside weights and averages."""
-        engine, more = self.engine, restored.more
+        more = restored.more
         self.step = self._saved = restored.step
         self.position = restored.position
-        if more.get("samples", self.text.samples) != self.text.samples:
+        if more["samples"] != self.text.samples:
             self._remarks.append(OTHER_TEXT)
-        guard = engine.optimizer.guard
-        guard.go_on(more.get("skipped", 0), more.get("norms", ()))
-        engine.optimizer.steps = restored.step - int(guard.total)
-        self._in_a_row = more.get("in_a_row", 0)
-        for layer, share in engine.balance.shares().items():
-            if layer in more.get("shares", {}):
-                share.copy_(torch.tensor(more["shares"][layer]))
-        engine.sharded.refresh()
+        self._in_a_row = more["in_a_row"]
 
     def run(self) -> int:
         """Train until the last step, or until a signal asks to stop. Returns that signal, 0 for none."""
@@ -346,27 +341,10 @@ class Trainer:
 
     def _state(self) -> State:
         """The part of a checkpoint that this rank adds."""
-        optimizer = self.engine.optimizer
-        found: State = {}
-        for s in optimizer.state.values():
-            for kind, flat in (("weight", s.piece.main), ("exp_avg", s.exp_avg), ("exp_avg_sq", s.exp_avg_sq)):
-                found[f"{kind}.{s.piece.name}"] = s.piece.tensor(flat)
-        for piece, momentum in optimizer.momenta.values():
-            for kind, flat in (("weight", piece.main), ("momentum", momentum)):
-                found[f"{kind}.{piece.name}"] = piece.tensor(flat)
-        for name, bias in self.engine.balance.biases().items():
-            found[f"bias.{name}"] = FlatTensor(bias, Span(tuple(bias.shape), 0, bias.numel()))
-        return found
+        sections = state_of(self.engine)
+        return {f"{key}.{name}": value for key, values in sections.items() for name, value in values.items()}
 
     def _moment(self) -> Moment:
         """What a checkpoint of now holds beside tensors."""
-        guard = self.engine.optimizer.guard
-        shares = everyone({layer: share.tolist() for layer, share in self.engine.balance.shares().items()})
-        more = {
-            "skipped": int(guard.total),
-            "norms": guard.norms,
-            "in_a_row": self._in_a_row,
-            "shares": {layer: share for of_rank in shares for layer, share in of_rank.items()},
-            "samples": self.text.samples,
-        }
+        more = {"in_a_row": self._in_a_row, "samples": self.text.samples}
         return Moment(self.step, self.position, self.text.up_to(self.position), more)

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import hocket
-from hocket.fsdp.saving import checkpoint
-from hocket.fsdp.saving.checkpoint import CheckpointReader, load, save
-from hocket.fsdp.saving.state import model_state
+from hocket.fsdp.saving import storage
+from hocket.fsdp.saving.checkpoint import Inventory, load, save
+from hocket.fsdp.saving.storage import CheckpointReader
 from tests.fsdp.models import Block, Stack
 from tests.helpers.ranks import run_ranks
 
@@ -29,7 +29,7 @@ def sharded(seed: int) -> tuple[Stack, Any]:
 
 
 def save_two(rank: int, folder: Path) -> None:
-    checkpoint.LEAST = 300
+    storage.LEAST = 300
     for seed in (1, 2):
         module, ctx = sharded(seed)
         optimizer = torch.optim.AdamW(module.parameters())
@@ -87,17 +87,17 @@ def test_metadata_that_has_changed_is_refused(tmp_path: Path) -> None:
 def test_checkpoints_without_checksums_in_their_metadata_are_read(tmp_path: Path) -> None:
     """As torch's own writer makes them."""
     _, ctx = sharded(1)
-    dcp.save({"model": model_state(ctx)}, checkpoint_id=tmp_path / "1", no_dist=True)
+    dcp.save({"model": Inventory(ctx).entries()}, checkpoint_id=tmp_path / "1", no_dist=True)
     assert load_one(0, tmp_path / "1", 1) == ""
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_makes_one_file_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "LEAST", 100)
+    monkeypatch.setattr(storage, "LEAST", 100)
     module, ctx = sharded(1)
     plain = {name: tensor.clone().flatten() for name, tensor in module.state_dict().items()}
     save(ctx, None, tmp_path / "1")
-    assert len(list((tmp_path / "1").glob("*.distcp"))) == checkpoint.FILES
+    assert len(list((tmp_path / "1").glob("*.distcp"))) == storage.FILES
     dcp_to_torch_save(tmp_path / "1", tmp_path / "file")
     found = torch.load(tmp_path / "file", weights_only=True)["model"]
     assert found.keys() == plain.keys()

@@ -28,8 +28,9 @@ from torch import nn
 import hocket
 from hocket.fsdp.saving import background
 from hocket.fsdp.saving.atomic_folder import AtomicFolder
-from hocket.fsdp.saving.background import HostMemory
-from hocket.fsdp.saving.checkpoint import CheckpointWriter, load, save
+from hocket.fsdp.saving.background import HostMemory, Saving
+from hocket.fsdp.saving.checkpoint import load, save
+from hocket.fsdp.saving.storage import CheckpointWriter
 from tests.fsdp.models import WIDTH, Block, Stack
 from tests.fsdp.saved import Way, adamw, check, fill, shard, step
 from tests.helpers.ranks import RankDied, run_ranks
@@ -289,7 +290,8 @@ def test_a_failed_save_that_is_not_asked_for_holds_no_copy_of_the_model() -> Non
         except KeyError as error:
             raise OSError("no room") from error
 
-    saving = background.in_background(Path("x"), functools.partial(write, [copied]))
+    saving = Saving(Path("x"))
+    background.in_background(saving, functools.partial(write, [copied]))
     del copied
     background.thread().submit(int).result(timeout=50)
     assert alive() is None

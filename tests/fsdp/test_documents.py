@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 
 import hocket
-from hocket.fsdp.saving.state import model_state
+from hocket.fsdp.saving.checkpoint import Inventory
 from tests.fsdp.elements import local
 from tests.fsdp.twin import naming
 from tests.helpers.ranks import run_ranks
@@ -119,7 +119,7 @@ def placed(rank: int, text: str) -> None:
     }
     exec(text, found)
     model(torch.randn(3, 16)).sum().backward()
-    shapes = {name: tuple(value.shape) for name, value in model_state(found["ctx"]).items()}
+    shapes = {name: tuple(value.shape) for name, value in Inventory(found["ctx"]).entries().items()}
     assert shapes["0.dense.weight"] == (16, 16)
     assert shapes["0.experts.0.weight"] == (32, 16)
     dense, experts = found["ctx"].units[1].groups

@@ -205,6 +205,7 @@ def another_method(door: Any, rank: int) -> Iterator[Any]:
     door.fully_shard(model)
     door.register_fsdp_forward_method(model, "base")
     door.register_fsdp_forward_method(model.norm, "nothing to do")
+    door.share_comm_ctx([model, *model.layers])
     torch.distributed.fsdp.register_fsdp_forward_method(model.layers[0], "mlp_only")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for ids in batches(rank):

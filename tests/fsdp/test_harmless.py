@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 import hocket
-from hocket.fsdp.saving.checkpoint import CheckpointReader, HarmlessPlanner, load, save
+from hocket.fsdp.saving.checkpoint import load, save
+from hocket.fsdp.saving.storage import CheckpointReader, HarmlessPlanner
 from hocket.train import checkpoint
 from tests.test_checkpoint import groups, save_steps, settings_in
 
@@ -180,4 +181,4 @@ def test_a_damaged_pickle_is_named(tmp_path: Path) -> None:
 def test_nothing_reads_checkpoints_otherwise() -> None:
     files = Path(hocket.__file__).parent.rglob("*.py")
     readers = [file.name for file in files if "FileSystemReader" in file.read_text()]
-    assert readers == ["checkpoint.py"]
+    assert readers == ["storage.py"]

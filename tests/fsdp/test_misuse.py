@@ -202,11 +202,11 @@ def newcomer() -> None:
 def newcomer_in_a_checkpoint() -> None:
     model, ctx = sharded()
     model.get_submodule("1").linear = nn.Linear(16, 16)
-    hocket.checkpoint.model_state(ctx)
+    hocket.checkpoint.save(ctx, None, "unused")
 
 
 def state_of_a_module() -> None:
-    hocket.checkpoint.model_state(sharded()[0].get_submodule("1"))
+    hocket.checkpoint.save(sharded()[0].get_submodule("1"), None, "unused")
 
 
 def scripted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -21,19 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import hocket
-from hocket.fsdp.saving.checkpoint import load, save
-from hocket.fsdp.saving.inventory import FlatTensor, Inventory
-from hocket.fsdp.saving.state import (
-    load_model_state,
-    load_optimizer_state,
-    model_state,
-    optimizer_state,
-    optimizer_state_like,
-)
-from hocket.layers.slices import Span
+from hocket.fsdp.saving.checkpoint import Inventory, load, save
+from hocket.fsdp.saving.storage import CheckpointReader
 from tests.fsdp.elements import local
 from tests.fsdp.models import Block, Odd, OddBlock, Stack
-from tests.fsdp.saved import IDS, Everything, Way, adamw, check, fill, parts, shard, step, truth
+from tests.fsdp.saved import IDS, Everything, Way, adamw, check, fill, shard, step, truth
 from tests.helpers.ranks import run_ranks
 
 TWO = Way(2)
@@ -130,68 +124,36 @@ def test_through_a_torch_file_and_back(tmp_path: Path) -> None:
     run_ranks(load_two, 2, tmp_path / "less")
 
 
-def load_whole(rank: int, flatten: bool) -> None:
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    whole, its_optimizer = plain(filled=True)
-    module, ctx = shard(TWO)
+def forward_after_load(rank: int, folder: Path) -> None:
+    module, ctx = shard(Way(2))
     optimizer = adamw(module)
-    load_model_state(ctx, whole.state_dict())
-    load_optimizer_state(ctx, optimizer, get_optimizer_state_dict(whole, its_optimizer, options=options))
-    assert check(module, ctx, optimizer, TWO) > 40
-    step(whole, its_optimizer)  # the copy does not live in the whole tensors' memory
-    check(module, ctx, optimizer, TWO)
-
-
-@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
-def test_whole_tensors_are_taken_too(flatten: bool) -> None:
-    run_ranks(load_whole, 2, flatten)
-
-
-def save_and_load_by_hand(rank: int, folder: Path) -> None:
-    module, ctx = shard(TWO)
-    optimizer = adamw(module)
-    step(module, optimizer)
-    fill(module, ctx, optimizer, TWO)
-    dcp.save({"model": model_state(ctx), "optimizer": optimizer_state(ctx, optimizer)}, checkpoint_id=folder)
-    before = {
-        key: local(value).data_ptr() for param in module.parameters() for key, value in optimizer.state[param].items()
-    }
+    first = module(IDS)
+    first.sum().backward()  # the last units keep their gathered weights
+    optimizer.step()
+    save(ctx, optimizer, folder)
     with torch.no_grad():
-        for *_, one in parts(ctx, TWO):
-            one.zero_()
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    state = {"model": model_state(ctx), "optimizer": optimizer_state_like(Inventory(ctx), optimizer, metadata)}
-    dcp.load(state, checkpoint_id=folder)
-    load_model_state(ctx, state["model"])
-    load_optimizer_state(ctx, optimizer, state["optimizer"])
-    check(module, ctx, optimizer, TWO)
+        trained = module(IDS)
+        before = {
+            (name, key): local(value).data_ptr()
+            for name, param in module.named_parameters()
+            for key, value in optimizer.state[param].items()
+        }
+        for param in module.parameters():
+            param.fill_(0.5)
+        module(IDS)
+        load(ctx, optimizer, folder)
+        assert torch.equal(module(IDS), trained)
+        assert not torch.equal(module(IDS), first)
     after = {
-        key: local(value).data_ptr() for param in module.parameters() for key, value in optimizer.state[param].items()
+        (name, key): local(value).data_ptr()
+        for name, param in module.named_parameters()
+        for key, value in optimizer.state[param].items()
     }
     assert before == after  # as a captured graph needs it
 
 
-def test_the_parts_fit_together_without_our_own_save(tmp_path: Path) -> None:
-    run_ranks(save_and_load_by_hand, 2, tmp_path)
-
-
-def forward_after_load(rank: int) -> None:
-    module, ctx = shard(Way(2))
-    whole, _ = plain(filled=True)
-    with torch.no_grad():
-        for param in whole.parameters():
-            param.mul_(1e-3)
-    first = module(IDS)
-    first.sum().backward()  # the last units keep their gathered weights
-    load_model_state(ctx, {name: value.clone() for name, value in whole.state_dict().items()})
-    whole.reads_all = False
-    with torch.no_grad():
-        assert torch.equal(module(IDS), whole(IDS))
-        assert not torch.equal(module(IDS), first)
-
-
-def test_the_next_forward_uses_loaded_weights() -> None:
-    run_ranks(forward_after_load, 2)
+def test_the_next_forward_uses_loaded_weights_and_state_stays_in_its_place(tmp_path: Path) -> None:
+    run_ranks(forward_after_load, 2, tmp_path / "saved")
 
 
 def without_state(rank: int, folder: Path) -> None:
@@ -284,66 +246,65 @@ def single_numbers(rank: int, folder: Path) -> None:
     other.step()
 
 
-def written(rank: int, way: Way) -> tuple[int, int, int]:
-    """Bytes of all parameters, those that this rank keeps, and those that it writes."""
+def written(rank: int, folder: Path, way: Way) -> tuple[int, int, int, int]:
+    """Bytes of all parameters, and those that this rank keeps, gives to a save, and finds in its files."""
     _, ctx = shard(way)
-    state = [value for value in model_state(ctx).values() if isinstance(value, FlatTensor)]
-    items = [item for value in state for item in value.__create_write_items__("", value)]
-    writes = sum(4 * item.tensor_data.chunk.sizes.numel() for item in items if item.tensor_data)
-    return sum(v.nbytes for v in state), sum(v.flat.nbytes for v in state), writes
+    own = Inventory(ctx)
+    kept, elsewhere = {name: one.main.nbytes for name, one in own.shards.items()}, own.written_elsewhere()
+    save(ctx, None, folder)
+    metadata, wrote = CheckpointReader(folder).read_metadata(), 0
+    assert metadata.storage_data is not None
+    for index, entry in metadata.storage_data.items():
+        stored = metadata.state_dict_metadata[index.fqn]
+        if index.fqn.removeprefix("model.") in kept and entry.relative_path.startswith(f"__{rank}_"):
+            assert isinstance(stored, TensorStorageMetadata)
+            wrote += 4 * next(chunk.sizes.numel() for chunk in stored.chunks if chunk.offsets == index.offset)
+    given = sum(nbytes for name, nbytes in kept.items() if name not in elsewhere)
+    return sum(4 * math.prod(one.shape) for one in own.shards.values()), sum(kept.values()), given, wrote
 
 
 @pytest.mark.parametrize("way", [Way(4, mesh=(2, 2)), Way(4, "no_shard"), Way(4)], ids=str)
-def test_of_replicas_each_writes_its_share(way: Way) -> None:
-    found = run_ranks(written, way.world, way)
+def test_of_replicas_each_copies_and_writes_its_share(way: Way, tmp_path: Path) -> None:
+    found = run_ranks(written, way.world, tmp_path / "saved", way)
     total = found[0][0]
     copies = 4 if way.strategy == "no_shard" else 2 if way.mesh else 1
     numbers = 4 * (way.world // copies - 1) * copies  # bytes of the single number, which every rank keeps
-    assert sum(kept for _, kept, _ in found) == copies * total + numbers
-    assert sum(writes for *_, writes in found) == total
+    assert sum(kept for _, kept, *_ in found) == copies * total + numbers
+    assert sum(given for *_, given, _ in found) <= total + numbers
+    assert sum(wrote for *_, wrote in found) == total
     if copies > 1:
-        assert max(writes for *_, writes in found) < 2 * total / way.world
+        assert max(given for *_, given, _ in found) < 2 * total / way.world
 
 
-def refusals(rank: int) -> None:
+def refusals(rank: int, folder: Path) -> None:
     torch.manual_seed(0)
     module = Stack(1)
     ctx = hocket.fully_shard(module, units=Block)
-    whole = Stack(1).state_dict()
-    with pytest.raises(ValueError, match=r"doesn't fit the \w*Stack: it lacks norm.bias; it has extra, which the mod"):
-        load_model_state(ctx, {**{n: v for n, v in whole.items() if n != "norm.bias"}, "extra": torch.zeros(1)})
-    before = module.norm.weight.clone()
-    with pytest.raises(ValueError, match=r"first.weight is 11 x 2 in it and 11 x 11 in the module$"):
-        load_model_state(ctx, {**whole, "first.weight": torch.zeros(11, 2), "norm.weight": torch.zeros(11)})
-    assert torch.equal(module.norm.weight, before)
-    elsewhere = FlatTensor(torch.zeros(1), Span((11,), 3, 4))
-    with pytest.raises(ValueError, match=r"first.bias has elements 3 to 4, but this rank keeps"):
-        load_model_state(ctx, {**whole, "first.bias": elsewhere})
-    with pytest.raises(ValueError, match=r"it lacks first.weight, first.bias, blocks.0.up.weight, .* and 4 more$"):
-        load_model_state(ctx, {})
-    with pytest.raises(ValueError, match=r"SGD holds a parameter of shape \(3,\) that isn't part of the sharded"):
-        optimizer_state(ctx, torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0))
-    whole_optimizer = torch.optim.SGD(Stack(1).parameters(), lr=1.0)
-    with pytest.raises(ValueError, match="isn't part of the sharded"):
-        load_optimizer_state(ctx, whole_optimizer, {})
+    for wrong in ([nn.Parameter(torch.zeros(3))], Stack(1).parameters()):
+        with pytest.raises(ValueError, match=r"SGD holds a parameter of shape \(.*\) that isn't part of the sharded"):
+            save(ctx, torch.optim.SGD(wrong, lr=1.0), folder)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     optimizer.state[optimizer.param_groups[0]["params"][0]]["rows"] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"rows of .* has shape \(3,\).* is not saved"):
-        optimizer_state(ctx, optimizer)
+        save(ctx, optimizer, folder)
     optimizer.state[optimizer.param_groups[0]["params"][0]]["rows"] = [torch.zeros(3)]
     with pytest.raises(ValueError, match=r"rows of .* is a list, .* is not saved"):
-        optimizer_state(ctx, optimizer)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    state = optimizer_state(ctx, optimizer, flatten=True)
-    with pytest.raises(ValueError, match=r"in one group of the SGD, but the state has lr=1.0 .* lr=2.0 for the other"):
-        load_optimizer_state(ctx, optimizer, {**state, "param_groups.norm.bias.lr": 2.0})
-    left = {key: value for key, value in state.items() if ".norm." not in key}
-    with pytest.raises(ValueError, match=r"no settings for norm.weight, norm.bias"):
-        load_optimizer_state(ctx, optimizer, left)
+        save(ctx, optimizer, folder)
+    params = list(module.parameters())
+    two = torch.optim.SGD([{"params": params[:2]}, {"params": params[2:], "lr": 2.0}], lr=1.0)
+    less = torch.optim.SGD([param for param in params if param is not module.norm.weight], lr=1.0)
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    for flatten in (False, True):
+        save(ctx, two, folder / f"two {flatten}", flatten=flatten)
+        with pytest.raises(ValueError, match=r"in one group of the SGD, but the state has lr=1.0 .* lr=2.0 for the"):
+            load(ctx, optimizer, folder / f"two {flatten}")
+        save(ctx, less, folder / f"less {flatten}", flatten=flatten)
+        with pytest.raises(ValueError, match=r"no settings for norm.weight: it is of an optimizer without"):
+            load(ctx, optimizer, folder / f"less {flatten}")
 
 
-def test_what_does_not_fit_is_refused_in_words() -> None:
-    run_ranks(refusals, 2)
+def test_what_does_not_fit_is_refused_in_words(tmp_path: Path) -> None:
+    run_ranks(refusals, 2, tmp_path)
 
 
 def without_parts(rank: int) -> None:
@@ -353,7 +314,7 @@ def without_parts(rank: int) -> None:
         Odd(), units=OddBlock, place=lambda name, _: hocket.sharding.Placement(alone, 1.0) if ".few" in name else None
     )
     with pytest.raises(ValueError, match=r"few.0 is placed on 1 of 2 ranks.*Placement\(part=\(position, 2\)\)"):
-        model_state(ctx)
+        Inventory(ctx)
     dist.barrier()
 
 
@@ -418,7 +379,7 @@ def test_extra_state_of_modules_is_saved_too(tmp_path: Path) -> None:
     run_ranks(extra_state, 2, tmp_path / "saved")
 
 
-def wrapped(rank: int) -> None:
+def wrapped(rank: int, folder: Path) -> None:
     torch.manual_seed(0)
     module: Any = Stack(2)
     module.blocks[0].register_buffer("seen", torch.full((2,), 3.0))
@@ -426,13 +387,15 @@ def wrapped(rank: int) -> None:
     module.blocks[0] = checkpoint_wrapper(module.blocks[0])
     module.blocks[1] = torch.compile(module.blocks[1], backend="eager")
     ctx = hocket.fully_shard(module, units=Block)
-    state = model_state(ctx)
-    assert sorted(state) == sorted(plain_names)
-    whole = {name: torch.full(value.shape, 0.5) for name, value in state.items()}
-    load_model_state(ctx, whole)
-    assert all((param == 0.5).all() for param in module.parameters())
-    assert module.blocks[0].seen.tolist() == [0.5, 0.5]
+    assert sorted(Inventory(ctx).entries()) == sorted(plain_names)
+    save(ctx, None, folder)
+    with torch.no_grad():
+        for value in module.state_dict().values():
+            value.fill_(7)
+    load(ctx, None, folder)
+    assert not any((param == 7).any() for param in module.parameters())
+    assert module.blocks[0].seen.tolist() == [3, 3]
 
 
-def test_names_are_those_without_wrappers() -> None:
-    run_ranks(wrapped, 2)
+def test_names_are_those_without_wrappers(tmp_path: Path) -> None:
+    run_ranks(wrapped, 2, tmp_path / "saved")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -164,6 +165,24 @@ def saves(rank: int, folder: Path) -> None:
         optimizer = torch.optim.AdamW(other.parameters(), lr=1.0)
         hocket.checkpoint.load(other, optimizer, folder)
         torch.testing.assert_close(state_of(other, optimizer), found, rtol=0.0, atol=0.0)
+
+
+def uneven(rank: int, folder: Path) -> bool:
+    """Seven rows over two tensor-parallel and three other ranks: some have none."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 7, bias=False)
+    made, wanted = nn.Sequential(linear), linear.weight.detach().clone()
+    parallelize_module(made, mesh["tp"], {"0": ColwiseParallel()})
+    hocket.fully_shard(made, mesh=mesh["dp"], strategy="optim_grads_params")
+    hocket.checkpoint.save(made, None, folder)
+    found = {"model.0.weight": torch.zeros(7, 4)}
+    dcp.load(found, checkpoint_id=folder)
+    return torch.equal(found["model.0.weight"], wanted)
+
+
+def test_a_checkpoint_of_uneven_rows_is_whole(tmp_path: Path) -> None:
+    assert run_ranks(uneven, 6, tmp_path / "saved") == [True] * 6
 
 
 def test_a_checkpoint_fits_other_meshes(tmp_path: Path) -> None:
@@ -330,7 +349,22 @@ def mixture() -> Mixture:
     return Mixture().double()
 
 
-def experts_divided(rank: int) -> None:
+def through_a_checkpoint(made: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """It has whole weights, and gives back what was saved."""
+    hocket.checkpoint.save(made, optimizer, folder)
+    wanted = {name: full(param) for name, param in made.named_parameters()}
+    found = {f"model.{name}": torch.zeros_like(value) for name, value in wanted.items()}
+    dcp.load(found, checkpoint_id=folder)
+    with torch.no_grad():
+        for param in made.parameters():
+            param.zero_()
+    hocket.checkpoint.load(made, optimizer, folder)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[f"model.{name}"], value, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(full(made.get_parameter(name)), value, rtol=0.0, atol=0.0)
+
+
+def experts_divided(rank: int, folder: Path) -> None:
     """As torchtitan has it: experts over the ranks of one axis, their shards over the other; the rest over both."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ep"))
     everyone = init_device_mesh("cpu", (4,))
@@ -352,6 +386,7 @@ def experts_divided(rank: int) -> None:
     for name, value in plain.named_parameters():
         torch.testing.assert_close(found[name], value.detach(), msg=lambda text, name=name: f"{name}: {text}")
         torch.testing.assert_close(full(made.get_parameter(name)), found[name], rtol=0.0, atol=0.0)
+    through_a_checkpoint(made, optimizers[0], folder)
     alike = mixture()
     alike.experts.weight = nn.Parameter(distribute_tensor(weight, mesh["ep"], [Replicate()]))
     hocket.fully_shard(alike.experts, mesh=mesh["replicas"])
@@ -359,8 +394,8 @@ def experts_divided(rank: int) -> None:
         hocket.fully_shard(alike, mesh=everyone)
 
 
-def test_experts_that_are_divided_as_dtensors() -> None:
-    run_ranks(experts_divided, 4)
+def test_experts_that_are_divided_as_dtensors(tmp_path: Path) -> None:
+    run_ranks(experts_divided, 4, tmp_path / "saved")
 
 
 class MixtureOfBoth(Mixture):
@@ -375,7 +410,7 @@ class MixtureOfBoth(Mixture):
         return self.head(x + self.experts(x))
 
 
-def tensors_and_experts(rank: int) -> None:
+def tensors_and_experts(rank: int, folder: Path) -> None:
     """DTensors on two meshes: experts over data-parallel ranks, products over tensor-parallel ones."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicas", "ep", "tp"))
     torch.manual_seed(0)
@@ -398,7 +433,8 @@ def tensors_and_experts(rank: int) -> None:
     for name, value in plain.named_parameters():
         found = full(made.get_parameter(name))
         torch.testing.assert_close(found, value.detach(), msg=lambda text, name=name: f"{name}: {text}")
+    through_a_checkpoint(made, optimizers[0], folder)
 
 
-def test_tensor_and_expert_parallel_meshes_in_one_model() -> None:
-    run_ranks(tensors_and_experts, 4)
+def test_tensor_and_expert_parallel_meshes_in_one_model(tmp_path: Path) -> None:
+    run_ranks(tensors_and_experts, 4, tmp_path / "saved")

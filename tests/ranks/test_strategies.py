@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from hocket.config import Config, Strategy
 from hocket.engine import Engine
+from hocket.fsdp.piece import Boxes
 from hocket.model.documents import Microbatch
 from hocket.train import checkpoint
-from hocket.train.checkpoint import State
 from tests.helpers.parity import config, whole
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stats import stats_of
@@ -43,7 +44,7 @@ def steps(engine: Engine, count: int, first: int = 0) -> list[Tensor]:
     ]
 
 
-def state(engine: Engine) -> State:
+def state(engine: Engine) -> dict[str, Boxes]:
     """What a trainer saves of an engine without experts' biases."""
     states = engine.optimizer.state.values()
     kept = {
@@ -51,10 +52,10 @@ def state(engine: Engine) -> State:
         "exp_avg": [(s.piece, s.exp_avg) for s in states],
         "exp_avg_sq": [(s.piece, s.exp_avg_sq) for s in states],
     }
-    return {f"{kind}.{p.name}": p.tensor(t) for kind, found in kept.items() for p, t in found}
+    return {f"{kind}.{p.name}": p.boxes(t) for kind, found in kept.items() for p, t in found}
 
 
-def weights(found: State) -> list[tuple[str, tuple[int, ...], int, int, Tensor]]:
+def weights(found: Mapping[str, Boxes]) -> list[tuple[str, tuple[int, ...], int, int, Tensor]]:
     """The weights that this rank keeps."""
     kept = ((name.removeprefix("weight."), r) for name, r in found.items() if name.startswith("weight."))
     return [(name, tuple(r.shape), r.span.lo, r.span.hi, r.flat.clone()) for name, r in kept]

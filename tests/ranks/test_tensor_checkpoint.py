@@ -20,7 +20,7 @@ from tests.ranks.test_tensor_parity import MIXED, of, whole
 
 def state_of(engine: Engine) -> State:
     pieces = [state.piece for state in engine.optimizer.state.values()]
-    return {f"weight.{piece.name}": piece.tensor(piece.main) for piece in pieces}
+    return {f"weight.{piece.name}": piece.boxes(piece.main) for piece in pieces}
 
 
 def saves(rank: int, settings: Settings) -> list[Any]:

@@ -42,10 +42,10 @@ import torch
 from torch import Tensor
 
 from hocket.fsdp.buffers import squares_of
+from hocket.fsdp.piece import Piece
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.fsdp.planned.muon import WholeMatrices, factor_of
 from hocket.fsdp.planned.unit import PlannedUnit
-from hocket.fsdp.saving.inventory import Piece
 from hocket.kernels import usable
 from hocket.program.ops import WHOLE_MATRICES
 from hocket.runtime.comm import Group, Pending
@@ -104,14 +104,12 @@ class StepGuard:
 
     @property
     def remembered(self) -> dict[str, Tensor]:
-        """The state that `go_on` takes, by name: live tensors."""
+        """What it goes by, by name: live tensors."""
         return {"skipped": self.total, "norms": self._norms}
 
-    def go_on(self, total: int, norms: Sequence[float]) -> None:
-        self.total.fill_(total)
+    def forget(self) -> None:
+        self.total.zero_()
         self._norms.fill_(torch.nan)
-        if norms := norms[-WINDOW:]:
-            self._norms[-len(norms) :] = self._norms.new_tensor(norms)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ import torch
 from torch import Tensor
 
 from hocket.fsdp.param_group import ParamGroup
+from hocket.fsdp.piece import Piece
 from hocket.fsdp.planned.fp8_weights import Fp8Unit, Fp8Weights
-from hocket.fsdp.saving.inventory import Piece
 from hocket.layers.slices import ALONE, TensorRank, part_of, sharers_of, take, whole_shape
 from hocket.program.ops import Unit as UnitKind
 from hocket.runtime.comm import Pending

@@ -1,7 +1,7 @@
 """Asynchronous saves, and how their errors are reported.
 
 Note: [Saving while training goes on]
-An asynchronous save copies what this rank writes to host memory (`HostMemory`); when `save_behind` returns, weights may
+An asynchronous save copies what this rank writes to host memory (`HostMemory`); when `saved` returns, weights may
 change. One thread then runs DCP's save on the copy, with a gloo group of its own, since collectives of two threads in
 one group would mix. So saves are sequential, in the same order on all ranks, and a save starts its copy after the
 previous one is written: there is one copy at a time. Runs of `hocket train`, planned steps and sharded modules all save
@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hocket.fsdp.saving.inventory import FlatTensor
+from hocket.fsdp.piece import local_of, with_local
 from hocket.runtime.world import host_group
 
 TOUCHING = 8
@@ -48,9 +48,7 @@ def copied_bytes(state: Any) -> int:
     """Bytes of the tensors that this rank writes of a state dict."""
 
     def size(value: Any) -> int:
-        if isinstance(value, FlatTensor):
-            return size(value.flat) if value.writes else 0
-        return -(-value.nbytes // ALIGNED) * ALIGNED if isinstance(value, Tensor) else 0
+        return -(-local_of(value).nbytes // ALIGNED) * ALIGNED if isinstance(value, Tensor) else 0
 
     return sum(map(size, tree_leaves(state)))
 
@@ -65,20 +63,24 @@ class HostMemory:
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """A complete copy of what this rank writes of a state dict. Pinned if CUDA is in use."""
         nbytes, on_gpu = copied_bytes(state), torch.cuda.is_available() and torch.cuda.is_initialized()
-        if not on_gpu:
-            return on_host(state, lambda tensor: torch.empty_like(tensor, device="cpu"))
-        if nbytes > len(self._whole):
+        if on_gpu and nbytes > len(self._whole):
             self._grow(nbytes)
         used = 0
 
-        def room_for(tensor: Tensor) -> Tensor:
+        def copied(value: Any) -> Any:
             nonlocal used
-            if tensor.layout != torch.strided or tensor.is_quantized or type(tensor) not in (Tensor, nn.Parameter):
-                return torch.empty_like(tensor, device="cpu")
-            begin, used = used, used + copied_bytes(tensor)
-            return self._whole[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            if not isinstance(value, Tensor):
+                return copy.deepcopy(value)
+            local = local_of(value)
+            usual = local.layout == torch.strided and not local.is_quantized and type(local) is Tensor
+            if on_gpu and usual:
+                begin, used = used, used + copied_bytes(local)
+                room = self._whole[begin : begin + local.nbytes].view(local.dtype).view(local.shape)
+            else:
+                room = torch.empty_like(local, device="cpu")
+            return with_local(value, room.copy_(local))
 
-        return on_host(state, room_for)
+        return tree_map(copied, state)
 
     def _grow(self, nbytes: int) -> None:
         self.let_go()
@@ -105,17 +107,6 @@ class HostMemory:
 
 def _runtime() -> Any:
     return torch.cuda.cudart()
-
-
-def on_host(state: Any, room_for: Callable[[Tensor], Tensor]) -> Any:
-    """A copy in host memory of what this rank writes of a state dict."""
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, FlatTensor):
-            return value.with_elements(copied(value.flat)) if value.writes else value
-        return room_for(value).copy_(value.detach()) if isinstance(value, Tensor) else copy.deepcopy(value)
-
-    return tree_map(copied, state)
 
 
 class Saving(Future[Path]):
@@ -150,23 +141,22 @@ class Saving(Future[Path]):
         """Whether the folder exists. Does not count as asking for an error."""
         return self.done() and super().exception() is None
 
-    def timed(self, write: Callable[[], Path]) -> Path:
-        begun = time.perf_counter()
+    def run(self, write: Callable[[], Path]) -> None:
+        """Write, and settle."""
+        begun, error, path = time.perf_counter(), None, self._folder
         try:
-            return write()
-        finally:
-            self.write_seconds = time.perf_counter() - begun
-
-    def settle(self, written: Future[Path]) -> None:
-        error = written.exception()
-        if error is None:
-            self.set_result(written.result())
-            return
-        cause: BaseException | None = error
-        while cause is not None:  # its frames hold copies as large as the model
+            path = write()
+        except BaseException as raised:
+            error = raised.with_traceback(raised.__traceback__ and raised.__traceback__.tb_next)
+        del write  # frames hold a copy as large as the model
+        self.write_seconds, cause = time.perf_counter() - begun, error
+        while cause is not None:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
-        self.set_exception(error)
+        if error is None:
+            self.set_result(path)
+        else:
+            self.set_exception(error)
 
     def tell(self) -> None:
         """Warn of an error that was not asked for."""
@@ -182,6 +172,8 @@ class Saving(Future[Path]):
 
 
 _under_way: weakref.WeakSet[Saving] = weakref.WeakSet()
+_memory = HostMemory()
+_groups: dict[object, dist.ProcessGroup] = {}
 
 
 @atexit.register
@@ -189,37 +181,6 @@ def tell_all() -> None:
     """Warn of errors of earlier saves that were not asked for; also at exit, when saves have ended."""
     for saving in list(_under_way):
         saving.tell()
-
-
-def save_behind(
-    folder: Path,
-    state: dict[str, Any],
-    write: Callable[[dict[str, Any], dist.ProcessGroup | None], Path],
-    timeout: float | None = None,
-) -> Saving:
-    """After the previous save is written, copy what this rank writes of a state dict, and write the copy in a thread.
-
-    All ranks call this. `write` gets the copy and the thread's group, with a timeout in seconds.
-    """
-    group = _group_of_thread(timeout)
-    wait(list(_under_way))
-    begun = time.perf_counter()
-    copied = [_memory.copy(state)]  # in a list, so that only the thread holds the copy
-    seconds = time.perf_counter() - begun
-    saving = in_background(folder, lambda: write(copied.pop(), group))
-    saving.copy_seconds = seconds
-    return saving
-
-
-def in_background(folder: Path, write: Callable[[], Path]) -> Saving:
-    """Queue writing a folder on the thread."""
-    saving = Saving(folder)
-    _under_way.add(saving)
-    thread().submit(saving.timed, write).add_done_callback(saving.settle)
-    return saving
-
-
-_memory = HostMemory()
 
 
 @cache
@@ -232,7 +193,34 @@ def wait_for_thread() -> None:
     wait([thread().submit(int)])
 
 
-_groups: dict[object, dist.ProcessGroup] = {}
+Write = Callable[[dict[str, Any], dist.ProcessGroup | None], Path]
+"""Writes a state dict on all ranks of a group; None is all ranks. Returns the folder."""
+
+
+def saved(folder: Path, state: dict[str, Any], write: Write, behind: bool, timeout: float | None = None) -> Saving:
+    """Write a state dict now; or, `behind`, copy it after the previous save, and write the copy in the thread.
+
+    All ranks call this. `timeout` is that of the thread's group, in seconds.
+    """
+    tell_all()
+    saving = Saving(folder)
+    if not behind:
+        saving.set_result(write(state, None))
+        return saving
+    group = _group_of_thread(timeout)
+    wait(list(_under_way))
+    begun = time.perf_counter()
+    copied = [_memory.copy(state)]  # in a list, so that only the thread holds the copy
+    saving.copy_seconds = time.perf_counter() - begun
+    in_background(saving, lambda: write(copied.pop(), group))
+    return saving
+
+
+def in_background(saving: Saving, write: Callable[[], Path]) -> None:
+    """Queue writing a folder on the thread."""
+    _under_way.add(saving)
+    held = [write]  # which frames of an error would keep
+    thread().submit(lambda: saving.run(held.pop()))
 
 
 def _group_of_thread(timeout: float | None) -> dist.ProcessGroup | None:
