@@ -10,7 +10,7 @@ from typing import Any
 
 from hocket.config import Config
 from hocket.predict.arrivals import arrival_bytes
-from hocket.predict.cost import CostTable, carried_by, costs_of, issued, overheads_of, varied
+from hocket.predict.cost import CostTable, carried_by, costs_of, issued, once, overheads_of, varied
 from hocket.predict.hardware import LATENCY, Hardware, adapter_times, crossing, hardware_of
 from hocket.predict.part_sizes import attending
 from hocket.predict.simulate import Timeline, cost_key, ends_step, simulate
@@ -124,11 +124,11 @@ def adapter_seconds(settings: Settings, program: Program, costs: CostTable) -> f
         + cost.inner_bytes * each.get("tp", 0.0)
         for key, cost in costs.table.items()
     }
-    once = {key: cost.once_bytes * each.get("replicas", 0.0) for key, cost in costs.table.items()}
+    ending = {key: once(cost, each) for key, cost in costs.table.items()}
 
     def of(op: Op) -> float:
         key = cost_key(op, kinds)
-        return seconds.get(key, 0.0) + (once.get(key, 0.0) if ends_step(op, program) else 0.0)
+        return seconds.get(key, 0.0) + (ending.get(key, 0.0) if ends_step(op, program) else 0.0)
 
     return max(sum(map(of, ops)) for ops in program.ranks)
 

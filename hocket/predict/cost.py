@@ -464,6 +464,11 @@ def _sum_over_replicas(table: dict[CostKey, OpCost], config: Config, hardware: H
             table[key] = replace(cost, once_seconds=link.seconds(moved), once_bytes=moved)
 
 
+def once(cost: OpCost, each: Mapping[Purpose, float]) -> float:
+    """Seconds in which a rank's adapter is busy once a step, from those for each byte of a purpose."""
+    return cost.once_bytes * each.get("replicas", 0.0)
+
+
 def _place_rows(table: dict[CostKey, OpCost], config: Config, layout: Layout) -> None:
     """Rows arrive where products read them, with more room than they fill where no host counts them.
 

@@ -83,9 +83,9 @@ class OpCost:
     lent_bytes: int = 0
     """Of a reader: saved bytes that it does not keep if they are made again. Of their maker: what readers make then."""
     once_seconds: Time = 0.0
-    """Beyond `seconds`, of a reduce in a step's last microbatch: it sums the gradients over replicas."""
+    """Of a reduce in a step's last microbatch, beyond `seconds`: see `once` in `cost.py`."""
     once_bytes: float = 0.0
-    """What that moves over a rank's link."""
+    """What a rank moves meanwhile."""
     inner_seconds: Time = 0.0
     """Of `seconds`: in which the op waits for tensor-parallel peers."""
     inner_bytes: int = 0
