@@ -127,8 +127,10 @@ def _settings_of(entry: Entry, where: str, problems: list[str]) -> dict[str, Any
         value, hint = as_setting(value, types()[name]), types()[name]
         if is_a(value, hint):
             return {name: value}
-        reason = no_unit(name, value) or f"not {describe(hint)}"
-        problems.append(problem(name, value, {name: where}, reason, _give(show(value), hint, leaf(DEFAULTS, name))))
+        quoted = "text in quotes, " if isinstance(value, str) else ""
+        reason = no_unit(name, value) or f"{quoted}not {describe(hint)}"
+        fix = _give(show(value), hint, leaf(DEFAULTS, name), toml=True)
+        problems.append(problem(name, value, {name: where}, reason, fix))
     return {}
 
 
@@ -145,17 +147,19 @@ def _unknown(name: str, where: str, dashes: str, known: Sequence[str]) -> str:
     return f"{show(dashes + name)} ({where}): there is no such setting; fix: {fix}"
 
 
-def _give(shown: str, hint: Any, value: object) -> str:
-    """What to give in place of something that has not the type of a setting; `value` has it."""
+def _give(shown: str, hint: Any, value: object, toml: bool = False) -> str:
+    """What to give in place of something that has not the type of a setting; `value` has it. In a file, or as words."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     options = [str(option) for kind in kinds if get_origin(kind) is Literal for option in get_args(kind)]
     if close := difflib.get_close_matches(shown, options, n=1):
         return f"did you mean {close[0]}?"
     if not isinstance(value, tuple):
-        return f"give {describe(hint)}, such as {value if value != '' else 'a-name'}"
+        such = value if value != "" else "a-name"
+        return f"give {describe(hint)}, such as {json.dumps(such) if toml else such}"
     item = get_args(hint)[0]
-    first = get_args(item)[0] if get_origin(item) is Literal else {int: "0 1", str: "some/folder"}.get(item, "0")
-    return f"give {describe(hint)}, such as {' '.join(map(str, value)) or first}"
+    first = get_args(item)[:1] if get_origin(item) is Literal else {int: (0, 1), str: ("some/folder",)}.get(item, (0,))
+    such = list(value) or list(first)
+    return f"give {describe(hint)}, such as {json.dumps(such) if toml else ' '.join(map(str, such))}"
 
 
 # -- The command line: `--overlap.ep.merge off` ------------------------------------------------------------------------

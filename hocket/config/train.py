@@ -132,7 +132,7 @@ class TrainConfig:
     """Steps between validations; 0 means only one at the end."""
     eval_batches: Annotated[int, Between(0)] = 4
     """Most batches of one validation, each as large as a step's; 0 means no validation. It reads no sequence twice."""
-    save_every: Annotated[int, Between(0)] = 0
+    save_every: Annotated[int, Between(0), OnlyWith("train.keep other than 0", idle=(0,), remark=True)] = 0
     """Steps between checkpoints; 0 means only one at the end."""
     keep: Annotated[tuple[int | str, ...], Between(0), Form(kept, "every:1000", auto=False)] = (2,)
     """Checkpoints that are kept; others are deleted. 2 keeps the two newest, and so does a list without a number; 0
