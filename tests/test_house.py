@@ -37,10 +37,10 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (51_061, 300),
+    "lines of hocket/": (50_632, 300),
     "files of hocket/": (215, 3),
     "lines of hocket_trace/": (3_712, 150),
-    "words of docs": (36_029, 1_500),
+    "words of docs": (34_999, 1_500),
     "settings": (146, 0),
     "settings outside of model.*": (78, 0),
     "rules": (120, 3),
@@ -49,12 +49,12 @@ LIMITS = {
     "files that name documents": (47, 2),
     "files that name recomputation": (26, 2),
     "files that name offload": (30, 2),
-    "files that name graphs": (24, 2),
+    "files that name graphs": (23, 2),
     "files that name fp8": (19, 2),
     "files that name context parallelism": (34, 2),
     "files that name tensor parallelism": (33, 2),
     "files that name ring": (12, 2),
-    "files that name muon": (19, 2),
+    "files that name muon": (18, 2),
     "files that name replicas (HSDP)": (22, 2),
 }
 
