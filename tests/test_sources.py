@@ -138,7 +138,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("[trian]", "trian (run.toml:1): UNKNOWN train?"),
     ("[overlap.ep]\nmerge = 'onn'", "overlap.ep.merge = onn (run.toml:2): not one of auto, on, off; fix: did you mean"),
     ("[overlap.ep]\nmerge = true", "overlap.ep.merge = True (run.toml:2): not one of auto, on, off; fix: give"),
-    ("[train]\nsteps = '3'", "train.steps = 3 (run.toml:2): not a whole number; fix: give a whole number"),
+    ("[train]\nsteps = '3'", "train.steps = \"3\" (run.toml:2): not a whole number; fix: give a whole number"),
     ("[train]\nbetas = [0.9]", "train.betas = 0.9 (run.toml:2): not 2 numbers"),
     ("overlap = 'on'", "overlap = on (run.toml:1): is a table of settings; fix: [overlap] with dp."),
     ("[train.steps]\n", "train.steps (run.toml:1): is a setting, not a table; fix: steps = 100"),
@@ -243,7 +243,7 @@ def test_a_function_that_is_none_is_one_line(here: Path, name: str, words: str) 
     ("made_in_python", "line"),
     [
         ("train=None", "train = None (recipe my_recipes_e:mine): not a TrainConfig; fix: give a TrainConfig"),
-        ("train=TrainConfig(steps='5')", "train.steps = 5 (recipe my_recipes_e:mine): not a whole number; fix: give"),
+        ("train=TrainConfig(steps='5')", 'train.steps = "5" (recipe my_recipes_e:mine): not a whole number; fix: give'),
     ],
 )
 def test_wrong_types_of_a_recipe_are_one_line(

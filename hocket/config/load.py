@@ -22,7 +22,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from hocket.config import Config
 from hocket.config.rule import leaf, problem, show
-from hocket.config.schema import BELOW, DEFAULTS, Implied, changed, meant_setting, no_unit, types
+from hocket.config.schema import BELOW, DEFAULTS, Implied, changed, meant_setting, no_unit, quoted, types
 from hocket.files import finite
 from hocket.recipes import preset, recipe
 from hocket.typed import describe, is_a
@@ -127,10 +127,9 @@ def _settings_of(entry: Entry, where: str, problems: list[str]) -> dict[str, Any
         value, hint = as_setting(value, types()[name]), types()[name]
         if is_a(value, hint):
             return {name: value}
-        quoted = "text in quotes, " if isinstance(value, str) else ""
-        reason = no_unit(name, value) or f"{quoted}not {describe(hint)}"
+        reason = no_unit(name, value) or f"not {describe(hint)}"
         fix = _give(show(value), hint, leaf(DEFAULTS, name), toml=True)
-        problems.append(problem(name, value, {name: where}, reason, fix))
+        problems.append(problem(name, quoted(value, hint), {name: where}, reason, fix))
     return {}
 
 

@@ -163,7 +163,12 @@ def _ill_typed(kind: type[Any], section: Any, prefix: str, origins: Mapping[str,
             yield from _ill_typed(hint, value, f"{prefix}{name}.", origins)
         elif is_section or not is_a(value, hint):
             wanted = f"a {hint.__name__}" if is_section else describe(hint)
-            yield problem(prefix + name, value, origins, f"a {type(value).__name__}, not {wanted}", f"give {wanted}")
+            yield problem(prefix + name, quoted(value, hint), origins, f"not {wanted}", f"give {wanted}")
+
+
+def quoted(value: object, hint: Any) -> object:
+    """A value for a message: text in quotes where a number or a truth value belongs, which it may look like."""
+    return f'"{value}"' if isinstance(value, str) and hint in (bool, int, float) else value
 
 
 def digest(config: Config) -> str:
