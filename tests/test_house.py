@@ -37,7 +37,7 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (50_632, 300),
+    "lines of hocket/": (50_636, 300),
     "files of hocket/": (215, 3),
     "lines of hocket_trace/": (3_712, 150),
     "words of docs": (34_999, 1_500),
