@@ -117,6 +117,32 @@ def test_a_gpu_that_was_asked_for_wins_and_the_prediction_says_where_its_rates_c
     assert hardware_of(on(Host(), "tiny")).name == "laptop"
 
 
+def test_fp32_has_the_rates_of_fp32_units() -> None:
+    """As the data sheets have them, which print rates of fp32 at the highest clock."""
+    sheets: dict[GpuName, float] = {"a100-sxm": 19.5e12, "h200": 66.9e12, "rtx4090": 82.6e12, "mi300x": 163.4e12}
+    for name, flops in sheets.items():
+        found, gpu = (
+            hardware_of(changed(recipe("llama3_8b"), {"precision.compute": "fp32", "hardware.gpu": name})),
+            GPUS[name],
+        )
+        assert found.peak_flops * gpu.full_clock / gpu.sheet_clock == pytest.approx(flops, rel=0.01)
+        assert found.gemm_flops / HARDWARE[name].gemm_flops == pytest.approx(found.peak_flops / gpu.flops)
+
+
+def test_a_strategy_that_takes_as_long_says_what_it_saves() -> None:
+    found = resolve(changed(recipe("llama3_8b"), {"overlap.dp.strategy": "auto"}), host_for_plan(recipe("llama3_8b")))
+    (reason,) = next(d.reasons for d in found.decisions if d.setting == "overlap.dp.strategy")
+    assert (
+        ", as with strategy = optim_grads_params, and move 52 GiB instead of 104 GiB, in 12 GiB more memory" in reason
+    )
+
+
+def test_saves_without_checkpoints_are_told() -> None:
+    found = resolve(changed(recipe("tiny"), {"train.keep": (0,), "train.device": "cpu"}), Host())
+    (reason,) = next(d.reasons for d in found.decisions if d.setting == "train.save_every")
+    assert reason == "no effect with train.keep = 0"
+
+
 def test_the_nearest_gpu_is_of_the_vendor_then_the_architecture_then_the_size() -> None:
     assert nearest("NVIDIA X", 24 * 2**30, 80, (8, 9)) == "rtx4090"
     assert nearest("NVIDIA X", 180 * 2**30, 148, (10, 1)) == "b200"
