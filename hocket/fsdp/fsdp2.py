@@ -189,7 +189,7 @@ class _Handle(UnshardHandle):
 class _State:
     """The part of FSDP2's state that torch's `register_fsdp_forward_method` and `share_comm_ctx` use."""
 
-    _fsdp_param_groups = ()
+    _fsdp_param_groups, _fsdp_param_group = (), None  # torch 2.11 reads the latter
     _comm_ctx = None
 
     def __init__(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
