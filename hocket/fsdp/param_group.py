@@ -235,7 +235,7 @@ class ParamGroup:
         self._outer.wait()
         flat = flat[: self.layout.total]
         for entry in (entry for entry in self.layout.entries if entry.is_kept_by_all):
-            flat[entry.offset : entry.offset + self.layout.world] = flat[entry.offset]
+            flat[entry.offset + 1 : entry.offset + self.layout.world] = flat[entry.offset]
         # Overwrite if all was forgotten, or only the first replica keeps it; see Note: [What the outer all-reduce
         # adds up].
         add = self.has_grad and not (self._summed and self.groups.outer.rank > 0)

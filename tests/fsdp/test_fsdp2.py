@@ -256,8 +256,9 @@ PROGRAMS: list[Callable[[Any, int], Iterator[Any]]] = [
 ]
 
 
-def both(rank: int) -> None:
-    for program in PROGRAMS:
+def both(rank: int, *names: str) -> None:
+    """Some programs, or all of them."""
+    for program in [program for program in PROGRAMS if program.__name__ in names or not names]:
         with naming(program.__name__):
             compare(program, rank)
 

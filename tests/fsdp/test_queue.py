@@ -90,7 +90,7 @@ def test_tickets_hold_nothing_but_their_queue():
 
 def test_names_are_in_a_profile():
     queue = Queue("gather", CPU)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         queue.submit("gather layers.3", lambda: Pending(lambda: None))
         queue.join()
     names = {event.name for event in profile.events() or ()}

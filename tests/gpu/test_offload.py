@@ -131,5 +131,6 @@ def beside(rank: int) -> float:
 
 
 @pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.alone
 def test_copies_run_beside_compute(world: int) -> None:
     assert all(share > 0.5 for share in run_ranks(beside, world, backend="nccl", timeout=120))
