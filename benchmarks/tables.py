@@ -260,7 +260,13 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "saves_memory": ("saves_memory", saves),
     **{
         name: (name, before_and_after)
-        for name in ("before_after", "before_after_one", "before_after_late", "before_after_rows")
+        for name in (
+            "before_after",
+            "before_after_one",
+            "before_after_late",
+            "before_after_rows",
+            "before_after_dtensors",
+        )
     },
     "choices": ("choices", choices),
     "shard_layouts": ("shard_layouts", shard_layouts),

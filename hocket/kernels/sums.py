@@ -1,15 +1,19 @@
-"""The sum of rows in one pass: see `transports.local_sum`."""
+"""The sum of rows in one pass, and a shard's way to its places in a buffer: see `runtime/transports.py`."""
 
 # pyrefly: ignore-errors
 # ruff: noqa: ANN001, ANN202
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from hocket.runtime.pieces import Own, Pieces
 
 BLOCK = 2048
 """Elements of a program at a time; with 128 threads, each loads 32 bytes of every part."""
@@ -18,56 +22,124 @@ PROGRAMS = 528
 
 
 @triton.jit
+def _block(table, block, low, high, aligned: tl.constexpr):
+    """Elements of a shard that a block of the table has: the first, the end, and how much later they are in the buffer.
+
+    They are cut at `low` and `high`.
+    """
+    first, end = tl.load(table + 3 * block), tl.load(table + 3 * block + 1)
+    first, end, shift = tl.maximum(first, low), tl.minimum(end, high), tl.load(table + 3 * block + 2)
+    if aligned:  # tells the compiler that they are multiples, so that it moves 16 bytes at a time
+        first, end, shift = first // 16 * 16, end // 16 * 16, shift // 16 * 16
+    return first, end, shift
+
+
+@triton.jit
 def _local_sum(
-    parts,
-    own,
-    into,
-    scale,
-    numel,
-    stride,
-    rank: tl.constexpr,
-    world: tl.constexpr,
-    block_size: tl.constexpr,
-    add: tl.constexpr,
-):
-    start = tl.program_id(0).to(tl.int64) * block_size  # units of experts can have more than 2^31 elements
-    while start < numel:
-        at = start + tl.arange(0, block_size)
-        inside = at < numel
-        part = parts + at
-        total = tl.load(own + at if rank == 0 else part, mask=inside).to(tl.float32)
+    parts, own, table, into, scale, low, high, stride, start, stop,
+    rank: tl.constexpr, world: tl.constexpr, size: tl.constexpr, add: tl.constexpr, aligned: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) + start  # units of experts can have more than 2^31 elements
+    while block < stop:
+        if rank >= 0:
+            first, end, shift = _block(table, block, low, high, aligned)
+        else:
+            first, end, shift = block * size + low, block * 0 + high, block * 0
+        at = first + tl.arange(0, size)
+        inside = at < end
+        part, mine, sum_ = parts + (at - low), own + (at + shift), into + (at - low)
+        total = tl.load(mine if rank == 0 else part, mask=inside).to(tl.float32)
         if rank != 0:
             part += stride
         for row in tl.static_range(1, world):
             if rank == row:
-                total += tl.load(own + at, mask=inside).to(tl.float32)
+                total += tl.load(mine, mask=inside).to(tl.float32)
             else:
                 total += tl.load(part, mask=inside).to(tl.float32)
                 part += stride
         total *= scale
         if add:
-            total = tl.load(into + at, mask=inside).to(tl.float32) + total
-        tl.store(into + at, total, mask=inside)
-        start += tl.num_programs(0) * block_size
+            total = tl.load(sum_, mask=inside).to(tl.float32) + total
+        tl.store(sum_, total, mask=inside)
+        block += tl.num_programs(0)
 
 
 def launch(
-    parts_WS: Tensor,
-    into_S: Tensor,
-    scale: float,
-    add: bool = True,
-    own: tuple[int, Tensor] | None = None,
-    programs: int = PROGRAMS,
+    parts_WS: Tensor, into_S: Tensor, scale: float, add: bool = True, own: Own | None = None, programs: int = PROGRAMS
 ) -> None:
-    """`into` += (or =) scale * the sum of the rows of `parts`, in order and in fp32, on the current stream."""
+    """`into` += (or =) scale * the sum of the rows of `parts`, in order and in fp32, on the current stream.
+
+    With `own` there is one more row, and what belongs to no chunk is left alone.
+    """
     world, numel = parts_WS.shape[0] + (own is not None), parts_WS.shape[1]
-    rank, mine_S = own if own is not None else (-1, parts_WS)
-    grid = (min(programs, triton.cdiv(numel, BLOCK)),)
+    if own is None:
+        rank, whole, table, low, (start, stop), aligned = (
+            -1,
+            parts_WS,
+            parts_WS,
+            0,
+            (0, triton.cdiv(numel, BLOCK)),
+            False,
+        )
+    else:
+        rank, whole, pieces, low = own
+        table, (start, stop), aligned = _blocks(pieces, rank, low, low + numel, whole.device)
     # Multiply, then add: a fused product would round differently from what the CPU does.
-    stride = parts_WS.stride(0)
-    _local_sum[grid](
-        parts_WS, mine_S, into_S, scale, numel, stride, rank, world, BLOCK, add, num_warps=4, enable_fp_fusion=False
-    )
+    _local_sum[(max(min(programs, stop - start), 1),)](
+        parts_WS, whole, table, into_S, scale, low, low + numel, parts_WS.stride(0), start, stop,
+        rank, world, BLOCK, add, aligned, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _place(
+    shard, whole, packed, table, low, high, start, size: tl.constexpr, aligned: tl.constexpr, pack: tl.constexpr
+):
+    block = tl.program_id(0).to(tl.int64) + start
+    first, end, shift = _block(table, block, low, high, aligned)
+    at = first + tl.arange(0, size)
+    inside = at < end
+    value = tl.load(shard + at, mask=inside).to(whole.dtype.element_ty)
+    tl.store(whole + (at + shift), value, mask=inside)
+    if pack:
+        tl.store(packed + (at - low), value, mask=inside)
+
+
+def place(shard_S: Tensor, own: Own, high: int, packed: Tensor | None = None) -> None:
+    """Cast the elements `own.low:high` of a shard into its places in the buffer, and into `packed`, on the current
+    stream.
+    """
+    rank, whole, pieces, low = own
+    table, (start, stop), aligned = _blocks(pieces, rank, low, high, whole.device)
+    if stop > start:
+        into = whole if packed is None else packed
+        _place[(stop - start,)](
+            shard_S, whole, into, table, low, high, start, BLOCK, aligned, packed is not None, num_warps=4
+        )
+
+
+def _blocks(
+    pieces: Pieces, rank: int, low: int, high: int, device: torch.device
+) -> tuple[Tensor, tuple[int, int], bool]:
+    """(table of all blocks, the first and the end of those with elements `low:high`, whether 16 bytes move at once)."""
+    table, first, end, aligned = _table(pieces, rank, device)
+    found = int(np.searchsorted(end, low, "right")), int(np.searchsorted(first, high))
+    return table, found, aligned and low % 16 == high % 16 == 0
+
+
+@lru_cache(maxsize=256)
+def _table(pieces: Pieces, rank: int, device: torch.device) -> tuple[Tensor, np.ndarray, np.ndarray, bool]:
+    """Each chunk in blocks, int64 [N, 3] on the device: first element, end, and how much later they are in the buffer;
+    the first two for the host; and whether all are multiples of 16.
+    """
+    start, length = np.array(pieces.bounds, dtype=np.int64).reshape(-1, 2).T
+    blocks = -(-length // BLOCK)
+    number = np.arange(blocks.sum()) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    first = np.repeat(start, blocks) + number * BLOCK
+    end = np.minimum(first + BLOCK, np.repeat(start + length, blocks))
+    shift = np.repeat((pieces.world - 1) * start + rank * length, blocks)
+    found = np.stack([first, end, shift], 1)
+    return torch.from_numpy(found).to(device), first, end, not (found % 16).any()
 
 
 # -------------------------------------------------------------------------------------------------------------- squares

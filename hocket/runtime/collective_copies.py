@@ -23,10 +23,10 @@ all-gather knows that its piece was read, but not that all other ranks have read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from hocket.runtime.driver import Cuda, Driver
 from hocket.runtime.lanes import stream_handle, wait_for_stream
-from hocket.runtime.pieces import Pieces
+from hocket.runtime.pieces import Own, Pieces
 from hocket.runtime.queue import named
 from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.transports import DONE, Nccl, Pending, local_sum, place_own
@@ -106,6 +106,7 @@ class CollectiveCopies:
         self.rank, self.size = rank, size
         self._stream, self._make, self._follow = stream, make, follow
         self._last = stream()
+        self._known: dict[Any, Any] = {}
 
     @cached_property
     def _gathered(self) -> Halves:
@@ -119,21 +120,18 @@ class CollectiveCopies:
         """`out` (size * n) becomes the ranks' `shard`s (n), where `pieces` are, on the current stream."""
         assert out.is_contiguous()
         assert shard.is_contiguous()
-        halves, width, base = self._gathered, out.itemsize, out.data_ptr()
+        halves, width, base = self._gathered, out.itemsize, np.uint64(out.data_ptr())
 
         def send(stream: int, half: int, low: int, high: int) -> None:
             # By a kernel, so that copy engines have peers' copies alone.
-            halves.bytes_of(self.rank, half)[: (high - low) * width].view(out.dtype).copy_(shard[low:high])
+            packed = halves.bytes_of(self.rank, half)[: (high - low) * width].view(out.dtype)
+            place_own(shard, Own(self.rank, out, pieces, low), high, packed)
 
         def receive(stream: int, half: int, low: int, high: int) -> None:
-            whole, packed, count, step = pieces.between(low, high) * width
-            starts = {peer: halves.bytes_of(peer, half).data_ptr() for peer in halves.peers}
-            self._move(
-                halves.driver, stream, ((base + whole + p * step, start + packed, count) for p, start in starts.items())
-            )
+            whole, theirs, nbytes = self._places(halves, pieces, width, 0, half, low, high)
+            halves.driver.copies(stream, whole + base, theirs, nbytes)
 
         self._in_pieces(halves, pieces.size, halves.nbytes // width, send, receive)
-        place_own(out, shard, pieces, self.rank)
 
     def reduce(self, full: Tensor, into: Tensor, scale: float, add: bool, pieces: Pieces) -> None:
         """`into` (n) += (or =) scale * the sum of the ranks' `full` (size * n), whose parts are where `pieces` are, on
@@ -141,33 +139,36 @@ class CollectiveCopies:
         """
         assert full.is_contiguous()
         assert into.is_contiguous()
-        halves, width, others, base = self._reduced, full.itemsize, self.size - 1, full.data_ptr()
+        halves, width, others, base = self._reduced, full.itemsize, self.size - 1, np.uint64(full.data_ptr())
         into, whole_F = into.view(-1), full.view(-1)
         room = halves.nbytes // others // ALIGNED * ALIGNED // width  # per sending rank
 
         def send(stream: int, half: int, low: int, high: int) -> None:
-            whole, packed, count, step = pieces.between(low, high) * width
-            starts = {p: halves.bytes_of(p, half).data_ptr() for p in halves.peers}
-            places = {p: (self.rank - (p < self.rank)) * room * width for p in halves.peers}
-            self._move(
-                halves.driver,
-                stream,
-                ((start + places[p] + packed, base + whole + p * step, count) for p, start in starts.items()),
-            )
+            whole, theirs, nbytes = self._places(halves, pieces, width, room, half, low, high)
+            halves.driver.copies(stream, theirs, whole + base, nbytes)
 
         def receive(stream: int, half: int, low: int, high: int) -> None:
             come = halves.bytes_of(self.rank, half)[: others * room * width].view(full.dtype).view(others, room)
-            for whole, at, count, step in pieces.between(low, high).T.tolist():
-                mine = whole_F[whole + self.rank * step :][:count]
-                local_sum(come[:, at : at + count], into[low + at :][:count], scale, add, (self.rank, mine))
+            own = Own(self.rank, whole_F, pieces, low)
+            local_sum(come[:, : high - low], into[low:high], scale, add, own)
 
         self._in_pieces(halves, pieces.size, room, send, receive)
 
-    @staticmethod
-    def _move(driver: Driver, stream: int, copies: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
-        """Copy bytes: (into, from, number) by peer."""
-        if pairs := list(copies):
-            driver.copies(stream, *(np.concatenate(each) for each in zip(*pairs, strict=True)))
+    def _places(
+        self, halves: Halves, pieces: Pieces, width: int, room: int, half: int, low: int, high: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """By peer and chunk, uint64: bytes after a buffer's start, the address in the peer's half, and bytes. In a half
+        each sender has `room` elements.
+        """
+        key = halves, pieces, width, room, half, low, high
+        if key not in self._known:
+            first, packed, count, step = pieces.between(low, high)[:, None] * width  # [1, chunks] each
+            peers = np.array(halves.peers, dtype=np.int64)[:, None]
+            starts = [halves.bytes_of(peer, half).data_ptr() for peer in halves.peers]
+            slots = np.array(starts, dtype=np.int64)[:, None] + (self.rank - (peers < self.rank)) * room * width
+            found = first + peers * step, slots + packed, np.broadcast_to(count, (len(peers), count.shape[1]))
+            self._known[key] = tuple(each.ravel().astype(np.uint64) for each in found)
+        return self._known[key]
 
     def _in_pieces(
         self,

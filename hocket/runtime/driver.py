@@ -35,7 +35,7 @@ class Driver(Protocol):
 
     def copy(self, stream: int, into: int, source: int, nbytes: int) -> None: ...
     def copies(self, stream: int, into: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
-        """Independent copies: int64 arrays [N], at least one byte each."""
+        """Independent copies: uint64 arrays [N], at least one byte each."""
         ...
 
     def write(self, stream: int, flag: int, value: int) -> None:
@@ -115,6 +115,8 @@ class Cuda:
         _check(self._copy(into, source, nbytes, _BY_ADDRESS, stream))
 
     def copies(self, stream: int, into: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
+        if not len(into):
+            return
         # A batch is not allowed on the default stream nor in a CUDA graph, and profiles do not show what launched it.
         if (
             not stream

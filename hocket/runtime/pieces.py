@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -96,3 +97,19 @@ class Pieces:
     @cached_property
     def _between(self) -> dict[tuple[int, int], np.ndarray]:
         return {}
+
+
+class Own(NamedTuple):
+    """A rank's elements of a buffer, those from `low` of its shard."""
+
+    rank: int
+    whole: Tensor
+    """1-D."""
+    pieces: Pieces
+    low: int = 0
+
+    def chunks(self, high: int) -> Iterator[tuple[Tensor, slice]]:
+        """(view in the buffer, its range after `low`) of each chunk that ends before `high`, or is cut there."""
+        for first, at, count, step in self.pieces.between(self.low, high).T.tolist():
+            start = first + self.rank * step
+            yield self.whole[start : start + count], slice(at, at + count)

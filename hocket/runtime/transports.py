@@ -17,7 +17,7 @@ place in this sum.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.runtime.blocks import Blocks, HostBlocks, rows_of
-from hocket.runtime.pieces import Pieces
+from hocket.runtime.pieces import Own, Pieces
 
 # torch 2.13 renamed the flat collectives and warns about the old names.
 gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -161,13 +161,12 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
 
 
-def local_sum(
-    parts_WS: Tensor, into_S: Tensor, scale: float, add: bool = True, own: tuple[int, Tensor] | None = None
-) -> None:
+def local_sum(parts_WS: Tensor, into_S: Tensor, scale: float, add: bool = True, own: Own | None = None) -> None:
     """`into` += (or =) scale * the sum of the rows of `parts`, in order and in the dtype of `into`.
 
-    `own` is (position, row [S]): one more row, elsewhere in memory. Multiplication and addition round separately,
-    whether or not a kernel could fuse them, so CPU and GPU agree bitwise. Into fp32 a GPU reads every part once.
+    `own` is one more row, at the position of its rank; what belongs to no chunk is left alone then. Multiplication and
+    addition round separately, whether or not a kernel could fuse them, so CPU and GPU agree bitwise. Into fp32 a GPU
+    reads every part once.
     """
     assert parts_WS.shape[1:] == into_S.shape, f"{tuple(parts_WS.shape)} and {tuple(into_S.shape)}"
     assert parts_WS.stride(1) == 1 or parts_WS.numel() == 0
@@ -177,31 +176,50 @@ def local_sum(
 
         launch(parts_WS, into_S, scale, add, own)
         return
-    parts = list(parts_WS)
     if own is not None:
-        parts.insert(*own)
-    total = parts[0].to(into_S.dtype, copy=True)
+        before, after = parts_WS[: own.rank], parts_WS[own.rank :]
+        for mine, here in own.chunks(own.low + len(into_S)):
+            _add_up([*before[:, here], mine, *after[:, here]], into_S[here], scale, add)
+    else:
+        _add_up(list(parts_WS), into_S, scale, add)
+
+
+def _add_up(parts: Sequence[Tensor], into: Tensor, scale: float, add: bool) -> None:
+    total = parts[0].to(into.dtype, copy=True)
     for part in parts[1:]:
         total.add_(part)
     total.mul_(scale)
     if add:
-        into_S.add_(total)
+        into.add_(total)
     else:
-        into_S.copy_(total)
+        into.copy_(total)
 
 
-def place_own(out: Tensor, shard: Tensor, pieces: Pieces, rank: int) -> None:
-    """Copy a rank's shard to its places in the buffer, cast to the buffer's dtype, unless it is there."""
-    own = list(pieces.of(out, rank))
-    if own and (out.dtype != shard.dtype or own[0][0].data_ptr() != shard.data_ptr()):
-        torch._foreach_copy_([view for view, _ in own], [shard[here] for _, here in own])
+def place_own(shard_S: Tensor, own: Own, high: int, packed: Tensor | None = None) -> None:
+    """Cast the elements `own.low:high` of a rank's shard into its places in the buffer, unless it shares memory with
+    them, and into `packed`.
+    """
+    chunks = list(own.chunks(high))
+    mine = [shard_S[own.low + here.start : own.low + here.stop] for _, here in chunks]
+    if not chunks or (own.whole.dtype == shard_S.dtype and mine[0].data_ptr() == chunks[0][0].data_ptr()):
+        if packed is not None:
+            packed.copy_(shard_S[own.low : high])
+    elif shard_S.is_cuda and shard_S.is_floating_point() and shard_S.itemsize > 1:
+        from hocket.kernels.sums import place
+
+        place(shard_S, own, high, packed)
+    else:
+        torch._foreach_copy_([view for view, _ in chunks], mine)
+        if packed is not None:
+            packed.copy_(shard_S[own.low : high])
 
 
 class Local:
     """The transport of a group of one: no communication."""
 
     def all_gather(self, out: Tensor, shard: Tensor, pieces: Pieces) -> Pending:
-        place_own(out, shard, pieces, 0)
+        if out.dtype != shard.dtype or out.data_ptr() != shard.data_ptr():
+            out.copy_(shard)
         return DONE
 
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool, pieces: Pieces) -> Pending:
@@ -353,7 +371,7 @@ class Nccl(_TorchTransport):
             gather_flat(out, shard, group=self.group)
             return DONE
         rank = dist.get_rank(self.group)
-        place_own(out, shard, pieces, rank)
+        place_own(shard, Own(rank, out, pieces), pieces.size)
         with self._as_one(pieces):
             for (whole, _), (own, _) in zip(pieces.tensors(out), pieces.of(out, rank), strict=True):
                 gather_flat(whole, own, group=self.group)
@@ -457,7 +475,7 @@ class Null:
 
     def all_gather(self, out: Tensor, shard: Tensor, pieces: Pieces) -> Pending:
         # In order, whatever the pieces: all units of a slot write the same part of it, and the rest stays as it is.
-        place_own(out, shard, Pieces.one(pieces.size, pieces.world), self.rank)
+        place_own(shard, Own(self.rank, out, Pieces.one(pieces.size, pieces.world)), pieces.size)
         return DONE
 
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool, pieces: Pieces) -> Pending:

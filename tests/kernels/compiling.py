@@ -42,6 +42,9 @@ def only_compile() -> list[str]:
         if self.__name__ in LONG:
             loops = re.findall(r"scf.while.* -> (.*) {", kernel.asm["ttir"])
             assert loops == ["i64"], f"{self.__name__} counts in {loops}"
+        if dict(zip(self.arg_names, args, strict=False)).get("aligned"):
+            narrow = re.findall(r"(?:ld|st)\.global\.b(?:16|32)", kernel.asm["ptx"])
+            assert not narrow, f"{self.__name__} does not move 16 bytes at a time"
         return kernel
 
     JITFunction.run = run  # pyrefly: ignore[bad-assignment]
@@ -134,12 +137,18 @@ def dense() -> None:
 
 
 def sums() -> None:
-    from hocket.kernels.sums import launch, squares
+    from hocket.kernels.sums import launch, place, squares
+    from hocket.runtime.pieces import Own, Pieces
 
     for world in (4, *more(1)):
-        launch(of(BF16, world, 100), of(torch.float32, 100), 0.5)
-        for rank in (0, world):
-            launch(of(BF16, world, 100), of(torch.float32, 100), 0.5, own=(rank, of(BF16, 100)))
+        launch(of(BF16, world, 112), of(torch.float32, 112), 0.5)
+        for rank, pieces in (
+            (0, Pieces.one(112, world + 1)),
+            *more((world, Pieces(((0, 10), (30, 82)), 112, world + 1))),
+        ):
+            own = Own(rank, of(BF16, (world + 1) * 112), pieces)
+            launch(of(BF16, world, 112), of(torch.float32, 112), 0.5, own=own)
+            place(of(torch.float32, 112), own, 112, *more(of(BF16, 112)))
     for dtype in (torch.float32, *more(BF16)):
         squares([of(dtype, 5000)])
 

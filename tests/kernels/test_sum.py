@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.kernels.sums import BLOCK, launch
-from hocket.runtime.transports import local_sum
+from hocket.fsdp.layout import FlatLayout
+from hocket.kernels.sums import BLOCK, launch, place
+from hocket.runtime.pieces import Own
+from hocket.runtime.transports import local_sum, place_own
 
 
 @given(
@@ -27,11 +29,48 @@ def test_same_bits_as_the_formula(world, numel, dtype, scale, add, programs) -> 
     local_sum(parts, expected[:-1], scale, add)
     launch(parts, into[:-1], scale, add, programs=programs)
     assert torch.equal(into, expected)  # the last element too, which no part has
-    rank = numel % world  # a row that lies elsewhere, and others that lie further apart
-    wide = torch.full((world - 1, numel + 16), torch.nan, dtype=dtype)
-    wide[:, :numel], into = torch.cat([parts[:rank], parts[rank + 1 :]]), before.clone()
-    launch(wide[:, :numel], into[:-1], scale, add, (rank, parts[rank].clone()), programs)
-    assert torch.equal(into, expected)
+
+
+@given(
+    world=st.integers(1, 5),
+    lengths=st.lists(st.integers(1, 40) | st.sampled_from([64, 4096, BLOCK + 1, 3 * BLOCK]), min_size=1, max_size=5),
+    align=st.sampled_from([1, 64]),
+    window=st.tuples(st.floats(0, 0.5), st.floats(0.5, 1)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    programs=st.integers(1, 3),
+    data=st.data(),
+)
+@settings(max_examples=25)
+def test_chunks_in_a_buffer(world, lengths, align, window, dtype, programs, data) -> None:
+    """A rank's row is in chunks between those of others; gaps are left alone."""
+    layout = FlatLayout.build([(str(n), (world * length,)) for n, length in enumerate(lengths)], world, align)
+    pieces, rank = layout.pieces, data.draw(st.integers(0, world - 1))
+    low, high = (int(share * pieces.size) // align * align for share in window)
+    high = max(high, low + 1)
+    whole, parts = torch.randn(layout.total).to(dtype), torch.randn(world - 1, pieces.size).to(dtype)
+    parts_WS, own = parts[:, low:high], Own(rank, whole, pieces, low)
+    into = torch.randn(pieces.size)
+    expected = into.clone()
+    for view, here in own.chunks(high):
+        rows = torch.stack([*parts_WS[:rank, here], view, *parts_WS[rank:, here]])
+        local_sum(rows, expected[low:high][here], 0.25)
+    found = into.clone()
+    local_sum(parts_WS, found[low:high], 0.25, own=own)
+    assert torch.equal(found, expected)
+    found = into.clone()
+    launch(parts_WS, found[low:high], 0.25, True, own, programs)
+    assert torch.equal(found, expected)
+
+    theirs, packed, places = whole.clone(), torch.full((pieces.size,), 7.0).to(dtype), whole.clone()
+    place_own(into, own._replace(whole=places), high, packed[low:high])
+    place(into, own._replace(whole=theirs), high, packed.clone()[low:high])
+    assert torch.equal(theirs, places)
+    for view, here in own._replace(whole=theirs).chunks(high):
+        assert torch.equal(view, into[low:high][here].to(dtype))
+        assert torch.equal(packed[low:high][here], into[low:high][here].to(dtype))
+        view.copy_(own.whole[:0].new_zeros(len(view)))
+    untouched = theirs == whole
+    assert untouched.sum() >= layout.total - (high - low)
 
 
 def test_order_of_the_rows_counts() -> None:

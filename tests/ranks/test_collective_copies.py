@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hocket.runtime.collective_copies import ALIGNED, HALVES, CollectiveCopies, Halves, flag_bytes, reset_flags
 from hocket.runtime.pieces import Pieces
-from hocket.runtime.transports import local_sum
 from tests.helpers.driver import Memcpy
 
 BF16 = torch.bfloat16
@@ -164,18 +163,6 @@ def test_a_rank_sends_the_next_piece_before_it_receives_one() -> None:
         ranks.copies[rank].gather(torch.zeros(HALF), torch.ones(HALF // 2), Pieces.one(HALF // 2, 2))
 
     ranks.each(work)
-
-
-def test_a_part_that_lies_elsewhere_is_added_in_its_turn() -> None:
-    parts, own = torch.randn(3, 40).to(BF16), torch.randn(40).to(BF16)
-    wide = torch.full((3, 64), torch.nan, dtype=BF16)
-    wide[:, :40] = parts
-    for place in range(4):
-        given = torch.randn(40)
-        found, rows = given.clone(), list(parts)
-        rows.insert(place, own)
-        local_sum(wide[:, :40], found, 0.5, True, (place, own))
-        assert torch.equal(found, rank_order_sum(torch.stack(rows), given, 0.5))
 
 
 def test_halves_without_room_for_every_rank_are_an_error() -> None:
