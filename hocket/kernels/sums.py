@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hocket.runtime.pieces import Own, Pieces
+from hocket.kernels.pieces import Own, Pieces
 
 BLOCK = 2048
 """Elements of a program at a time; with 128 threads, each loads 32 bytes of every part."""

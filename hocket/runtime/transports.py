@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hocket.kernels.pieces import Own, Pieces
 from hocket.runtime.blocks import Blocks, HostBlocks, rows_of
-from hocket.runtime.pieces import Own, Pieces
 
 # torch 2.13 renamed the flat collectives and warns about the old names.
 gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -137,8 +137,8 @@ def dense() -> None:
 
 
 def sums() -> None:
+    from hocket.kernels.pieces import Own, Pieces
     from hocket.kernels.sums import launch, place, squares
-    from hocket.runtime.pieces import Own, Pieces
 
     for world in (4, *more(1)):
         launch(of(BF16, world, 112), of(torch.float32, 112), 0.5)
