@@ -337,7 +337,7 @@ class Actions:
         self._units[unit_moved(op)].release()
 
     def update(self, op: Op) -> Sequence[Tensor]:
-        """The gradients it has read: see Note: [What an update has read is the compute lane's]."""
+        """The gradients it has read: see Note: [An update's gradients belong to the compute lane]."""
         return () if self.on_update is None else self.on_update(self._units[unit_moved(op)])
 
     def collect(self, op: Op) -> CommResult:

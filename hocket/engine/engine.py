@@ -24,8 +24,8 @@ from hocket.fsdp.planned.optimizer import AdamWOptions, MuonOptions, PlannedAdam
 from hocket.kernels import IGNORED
 from hocket.layers.linears import Linears, SplitLinears, gathered_in_fp8, linears_of
 from hocket.layers.slices import whole_shape
-from hocket.layers.tensor import Tensors, ways_of
-from hocket.model.context import Shared
+from hocket.layers.tensor import TensorParallel, ways_of
+from hocket.model.context import ContextRank
 from hocket.model.documents import Context, Documents, Microbatch
 from hocket.model.parts import ExpertPlace
 from hocket.model.source import ChunkPlace, ModelSource, OwnTransformer
@@ -120,7 +120,7 @@ class Engine:
         self._groups_given = groups is not None
         self.groups = groups or make_groups(self.mesh, rank, device, transport, comm_options(config, device))
         self.room = RowRoom(config, self.groups, device)
-        self._tensors = Tensors.of(self.groups.tp, device) if self.mesh.tp > 1 else None
+        self._tensors = TensorParallel.of(self.groups.tp, device) if self.mesh.tp > 1 else None
         self._linears = self._make_linears()
         self.shared = self._share()
         ends: dict[str, nn.Parameter] = {}
@@ -206,14 +206,14 @@ class Engine:
             return linears_of(self.config)
         return SplitLinears(self._tensors, ways_of(self.config), self.config.train.sequences)
 
-    def _share(self) -> Shared | None:
+    def _share(self) -> ContextRank | None:
         """Cuts this rank's part out of each sequence; None without context parallelism."""
         c, ranks = self.config, self.mesh.cp
         if ranks == 1:
             return None
         length = c.data.sequence_length
         even = None if c.overlap.cp.method == "heads" else attending(c.model, length)
-        return Shared(c.train.sequences, length, ranks, self.where.cp, self.device, even)
+        return ContextRank(c.train.sequences, length, ranks, self.where.cp, self.device, even)
 
     def _activation(self) -> Activation:
         """Describes the activation between layers: this rank's tokens of a microbatch."""
@@ -303,7 +303,7 @@ class Engine:
         """The plan's `step` op, which runs after every gradient has been reduced."""
         enter = self.executor.recorder.enter
         enter("looking for rows that found no room")
-        lacked = self.room.look()
+        lacked = self.room.check_overflow()
         self.sharded.complete_grads()
         enter("the sum, over tensor-parallel ranks, of gradients that all of them have")
         self.sharded.sum_shared_grads()
@@ -338,12 +338,12 @@ class Engine:
         graphed = self._graphed if executor is self.executor else None
         losses = (graphed or executor).run(microbatches)
         if not executor.actions.training:  # a training step does so before it changes weights
-            self.room.look()
+            self.room.check_overflow()
         if self.room.lacked:
             self.forget_graph()
             executor.assert_clean()
             executor.rehearse()
-            losses = self.room.again(lambda: executor.run(microbatches))
+            losses = self.room.rerun(lambda: executor.run(microbatches))
             if self.room.now is None:  # the host must read splits from now on, so steps cannot be replayed
                 self._graphed = None
         return losses
@@ -362,8 +362,8 @@ class Engine:
         executor.actions.weights_M = (counts_M3[:, 0].double() * self.mesh.data / total_3[0].clamp(min=1)).float()
         if self.config.data.packing == "off":
             return list(microbatches)
-        weighs_2 = (self.mesh.data / total_3[1:].clamp(min=1).double()).float()
-        return [_with_means(microbatch, weighs_2) for microbatch in microbatches]
+        weights_2 = (self.mesh.data / total_3[1:].clamp(min=1).double()).float()
+        return [_with_means(microbatch, weights_2) for microbatch in microbatches]
 
     def _loss(self, losses: Sequence[Tensor], executor: Executor) -> Tensor:
         """The summand of this rank's microbatches, in order, of the mean over data-parallel ranks."""
@@ -489,11 +489,11 @@ def _counts(microbatch: Microbatch) -> Tensor:
     return torch.stack([learnt_BS.sum(), real_BS.sum(), real_BS.any(1).sum()])
 
 
-def _with_means(microbatch: Microbatch, weighs_2: Tensor) -> Microbatch:
+def _with_means(microbatch: Microbatch, weights_2: Tensor) -> Microbatch:
     """A packed microbatch with the weights of its tokens and sequences."""
     documents = microbatch.documents
     assert isinstance(documents, Documents | Context), "packed microbatches have documents"
-    return replace(microbatch, documents=replace(documents, weighs_2=weighs_2))
+    return replace(microbatch, documents=replace(documents, weights_2=weights_2))
 
 
 # --------------------------------------------------------------------------------------------------------- comm options

@@ -3,8 +3,8 @@
 A caller that runs a program with a `RowRoom` does this, on all ranks alike:
 
 1. issue the ops; the device places rows in `now`: see Note: [Fixed capacity without dropped rows];
-2. after all ops, before weights change, ask `look` whether any rank received more rows than the capacity;
-3. if so, drop the results and issue the ops again through `again`, which also raises the capacity.
+2. after all ops, before weights change, ask `check_overflow` whether any rank received more rows than the capacity;
+3. if so, drop the results and issue the ops again through `rerun`, which also raises the capacity.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RowRoom:
         if layout_of(config).uncounted:
             self.now = Room(rows_allowed(config), torch.zeros(1, dtype=torch.int64, device=device))
 
-    def look(self) -> int:
+    def check_overflow(self) -> int:
         """The most rows that any rank received since the last call, if over capacity. Syncs only if that can be."""
         self.lacked = 0
         if self.now is not None and self.now.capacity < rows_at_most(self._config):
@@ -85,7 +85,7 @@ class RowRoom:
             self.lacked = most if most > self.now.capacity else 0
         return self.lacked
 
-    def again(self, run: Callable[[], T]) -> T:
+    def rerun(self, run: Callable[[], T]) -> T:
         """Runs `run`, which issues the ops that overflowed, with row counts read by the host.
 
         Then raises the capacity. If some rank lacks memory for that, sets it to None: the host reads counts from then.

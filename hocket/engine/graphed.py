@@ -15,7 +15,7 @@ the host, and all Python state kept between steps must be the same before each s
 Every step issued op by op drops the recording too, because it allocates gradients elsewhere: annotated steps, and
 steps that run again because rows exceeded the capacity. The next one is recorded anew.
 
-Note: [Ranks record and replay apart]
+Note: [Each rank replays its own graph]
 Each rank has its own graph, independent of the others. Ranks communicate inside their graphs as they would without, and
 a replay may begin before a peer's. But all ranks replay a step or none does: copy engines signal by a counter that
 rises with each step, and a recording would repeat its values. Within a graph the driver keeps only the order that the
@@ -207,7 +207,7 @@ class _Documents:
 def _copy(microbatch: Microbatch, room: _Documents) -> Microbatch:
     documents = microbatch.documents
     if isinstance(documents, Documents):
-        documents = documents.roomy(room.room, room.padded)
+        documents = documents.with_capacity(room.room, room.padded)
     return replace(microbatch, ids=microbatch.ids.clone(), targets=microbatch.targets.clone(), documents=documents)
 
 
@@ -217,4 +217,4 @@ def _fill(into: Microbatch, microbatch: Microbatch) -> None:
     into.targets.copy_(microbatch.targets)
     if isinstance(into.documents, Documents):
         assert isinstance(microbatch.documents, Documents)
-        into.documents.become(microbatch.documents)
+        into.documents.copy_from(microbatch.documents)

@@ -19,7 +19,7 @@ by the first op of its lane that already comes after all of them. Nothing waits,
 and memory stays allocated for a few more ops. The step drops the remaining values: it comes after everything, and the
 next step's first ops come after it.
 
-Note: [What comes back acknowledges what was sent]
+Note: [A received tensor acknowledges sends]
 No op reads a send, so the compute lane would not learn that one is done, and would hold every sent value until the
 step. But a received tensor acknowledges sends: the neighbour had received so many of them before it made this tensor.
 So the first reader of a received value also waits for the latest send that must have arrived by then. That send is
@@ -85,7 +85,7 @@ class _Rank:
 def _rank(
     ops: Sequence[Op], layout: Layout, rank: int, acknowledged: Callable[[int], Iterator[tuple[int, int]]]
 ) -> _Rank:
-    """With acknowledgments: see Note: [What comes back acknowledges what was sent]."""
+    """With acknowledgments: see Note: [A received tensor acknowledges sends]."""
     known = meanings(layout, rank)
     where: dict[int, dict[Name, int]] = defaultdict(dict)  # microbatch -> position of each named op
     readers: dict[int, list[int]] = defaultdict(list)
@@ -123,7 +123,7 @@ Acknowledged = Callable[[int], Iterator[tuple[int, int]]]
 
 
 def _acknowledgments(ranks: Sequence[Sequence[Op]], layout: Layout) -> Acknowledged:
-    """See Note: [What comes back acknowledges what was sent]."""
+    """See Note: [A received tensor acknowledges sends]."""
 
     @cache
     def transfers(rank: int) -> dict[Key, int]:

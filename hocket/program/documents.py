@@ -50,7 +50,7 @@ def keys(lengths: Lengths, window: int = 0) -> float:
 
 
 @dataclass(frozen=True)
-class Attending:
+class AttentionWork:
     """A model's attention work per (query, key) pair."""
 
     layers: tuple[tuple[int, int], ...] = ((1, 0),)
@@ -65,18 +65,18 @@ class Attending:
         return sum(self.until(length) * tokens // length for length, tokens in lengths)
 
 
-FULL = Attending()
+FULL = AttentionWork()
 """Full attention in every layer."""
 
 
-def of_windows(windows: Iterable[int], seq: int, sinks: bool = False) -> Attending:
+def of_windows(windows: Iterable[int], seq: int, sinks: bool = False) -> AttentionWork:
     """The work of layers with these windows in sequences of `seq` tokens; 0 and `seq` mean full attention."""
     work = Counter[int]()
     for each in windows:
         window = each if each < seq else 0
         work[window] += round(100 * (1 + slower(window, sinks)))
     unit = math.gcd(*work.values())
-    return Attending(tuple((each // unit, window) for window, each in sorted(work.items())))
+    return AttentionWork(tuple((each // unit, window) for window, each in sorted(work.items())))
 
 
 def slower(window: int, sinks: bool) -> float:

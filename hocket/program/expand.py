@@ -1,6 +1,6 @@
 """The first passes over a rank's ops, which keep a list per step: parts, sends and receives, deferred ops.
 
-Note: [Two of what is big are kept apart]
+Note: [Gradients of head and embedding alternate]
 The gradients of head and embedding have one slot each. Between the two weight gradients that write it the template puts
 other compute, which overlaps with the first one's reduction: the other half's backward of the head, or the rest of the
 last layer.
@@ -60,7 +60,7 @@ def expand(
                 ops += ops_of(token, item, layers[at], layout)
             elif (
                 item and step.also and at == len(layers) and half == 0
-            ):  # see Note: [Two of what is big are kept apart]
+            ):  # see Note: [Gradients of head and embedding alternate]
                 ops += _embedding(item, layout, rank)
     for half, item in enumerate(step.forwards):
         ops += ops_of(LATE[1], item, forward[-1], layout) if half and forward else []

@@ -29,7 +29,7 @@ HALF = 64 << 20
 SMS = 16
 """Most SMs of one NCCL collective."""
 TP_SMS = 24
-"""Most SMs of one collective of tensor-parallel ranks, most of which do not overlap with compute."""
+"""Most SMs of one tensor-parallel collective; most of these do not overlap with compute."""
 P2P_SMS = 4
 """Most SMs of one pipeline send or receive."""
 

@@ -1,6 +1,6 @@
 """A pass over a rank's ops: saved tensors of parts are copied to host memory, and back for their backward.
 
-Note: [A layer step ahead, and two after]
+Note: [When tensors are offloaded and reloaded]
 A pass is the forward or backward of a layer, or of the head. `offload` comes after the forward of its part, and the
 first op of the pass after the next waits for the copy. So a rank holds the saved tensors of at most two passes, however
 slow the link is; if it is fast enough, nothing waits. `reload` comes one pass before the backward that needs it, and is
@@ -32,7 +32,7 @@ Pass = tuple[bool, int, int, int]
 def offload(ops: Sequence[Op], layout: Layout) -> tuple[tuple[Op, ...], ExtraWaits]:
     """The ops with offloads and reloads, and the ops that wait for others without reading their values.
 
-    See Note: [A layer step ahead, and two after].
+    See Note: [When tensors are offloaded and reloaded].
     """
     starts = _starts(ops, layout)
     passes = list(starts)

@@ -201,7 +201,7 @@ def in_flight(steps: tuple[Step, ...]) -> int:
 # Sources: Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv 2401.10241) and Pipeline Parallelism with
 # Controllable Memory (arXiv 2405.15362).
 #
-# Note: [The bubble that is left]
+# Note: [The remaining bubble]
 # Where F, B and W take one unit each, 1F1B idles for 3 * (pp - 1) units, since the first microbatch must reach the last
 # rank and its gradient must return. Here ranks fill that time with W. Only the pp - 1 units remain until the first
 # microbatch has reached the last rank.
@@ -322,7 +322,7 @@ def _choose(
 #
 # Source: DeepSeek, DualPipeV (github.com/deepseek-ai/DualPipe), the cut-in-half form of DualPipe.
 #
-# Note: [What a merged V holds, and what is left of the bubble]
+# Note: [Memory and bubble of a merged V]
 # A microbatch takes 2 * pp steps forward and as many backward. A rank begins one every other step, so every rank holds
 # at most 2 * pp + 1 chunk activations; merged interleaved 1F1B with two chunks holds 3 * pp on its first rank. Warm-up
 # and cool-down are shorter than there, since forwards and backwards of both chunks share them, and weight gradients

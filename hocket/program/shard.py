@@ -9,14 +9,14 @@ halves of a merged step, are not special cases. `optim` and `optim_grads` are th
 `optim_grads_params` takes the fewest slots that the prefetch distance needs. So the memory for gathered weights is
 bounded by construction. Under `no_shard` every rank has all weights, and there is nothing to gather.
 
-Note: [Gradients that stay whole]
+Note: [Gradients reduced once per step]
 `no_shard` and `optim` reduce a unit's gradients once per step. The rank sums those of all microbatches but the last: an
 `add` comes after the last weight gradient of the unit and microbatch, on the same lane, so the slot is free for the
 next one without a wait. The reduce of the last microbatch includes the sum. In a group of one member nothing is
 deferred: each reduce is local. In both cases the weight-gradient ops may accumulate themselves. Then an `add`, or a
 local reduce, only marks a microbatch's gradients as complete.
 
-Note: [Updates that are left to the next step]
+Note: [Updates deferred to the next step]
 With clipping an update needs the norm of all gradients, so at the end of a step it has nothing to overlap with. So
 updates may be deferred to the next step. Each unit has one `update`, on a separate lane, in the order in which units
 are read. It comes before the unit's first gather, or before its first reader if it is not sharded. These updates are
@@ -90,7 +90,7 @@ class Sharding:
         return self.muon and unit not in END_UNITS and self.gathers(unit)
 
     def adds_up(self, unit: Unit) -> bool:
-        """Whether gradients stay whole until the last microbatch. See Note: [Gradients that stay whole]."""
+        """Whether gradients stay whole until the last microbatch. See Note: [Gradients reduced once per step]."""
         return self.size(unit) > 1 and self.strategy in ("no_shard", "optim")
 
 
@@ -122,7 +122,7 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: i
     """Insert gather, release, add, reduce and step ops. Every rank gets the same number of slots of a class.
 
     A gather runs `prefetch` layer passes before its first reader. With `updates` a step applies the updates deferred by
-    the last one: see Note: [Updates that are left to the next step].
+    the last one: see Note: [Updates deferred to the next step].
     """
     weight_slots: dict[str, int] = {}
     grad_slots: dict[str, int] = {}
@@ -326,7 +326,7 @@ def _reduce(
 ) -> list[Op]:
     """Give every weight gradient its slot and insert a reduce, or an add, after the last one of a unit and microbatch.
 
-    See Note: [Gradients that stay whole].
+    See Note: [Gradients reduced once per step].
     """
     placed = list(ops)
     slot_of: dict[tuple[UnitName, int], int] = {}

@@ -14,13 +14,13 @@ gradients read what dispatch and the backward of combine have received. The resi
 layer's output on unchanged, so the last layer of a chunk keeps the received gradient until its shared expert's or dense
 MLP's weight gradients are done.
 
-Note: [What an update has read is the compute lane's]
+Note: [An update's gradients belong to the compute lane]
 An update reads the gradients of the step before. Its value is their memory, which belongs to the compute lane, because
 the unit's first weight gradient allocated it (`fsdp/planned/unit.py`). The update, on its own lane, is the only reader.
 So the update counts as its own reader, and the compute lane drops the value once it is known to run after the update:
 at the unit's first forward at the latest.
 
-Note: [What is offloaded is the compute lane's]
+Note: [Offloaded tensors belong to the compute lane]
 A forward leaves its saved tensors to its segment, and offload copies them to host memory on a separate lane. The
 value of offload is the tensors themselves, in memory of the compute lane. No other op reads it, but offload itself has
 read it. So the compute lane drops it once it is known to run after the copy. The tensors that reload restores are
@@ -174,7 +174,7 @@ def _kept(op: Op, layout: Layout, rank: int, values: tuple[str, ...]) -> list[Ke
 
 
 def _reloaded(op: Op, layout: Layout) -> list[Key]:
-    """The reloads that a backward reads. See Note: [What is offloaded is the compute lane's]."""
+    """The reloads that a backward reads. See Note: [Offloaded tensors belong to the compute lane]."""
     return [("reload", *op.key[1:])] if layout.offloads(op.part, op.layer) else []
 
 
@@ -211,7 +211,7 @@ def memory_of(op: Op) -> Lane:
 def reads_itself(op: Op) -> bool:
     """Whether an op's value is memory of the compute lane that only the op itself has read.
 
-    See Note: [What an update has read is the compute lane's] and Note: [What is offloaded is the compute lane's].
+    See Note: [An update's gradients belong to the compute lane], Note: [Offloaded tensors belong to the compute lane].
     """
     return op.verb in ("update", "offload")
 
