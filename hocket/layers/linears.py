@@ -178,38 +178,38 @@ def gathered_in_fp8(config: Config) -> Callable[[str], bool] | None:
 class SplitLinears(Linears):
     """A slice of the weights. All tokens between column and row layers; elsewhere a slice of them, [1, T / P, D]."""
 
-    def __init__(self, tp: TensorParallel, ways: Mapping[str, Way], sequences: int) -> None:
+    def __init__(self, parallel: TensorParallel, ways: Mapping[str, Way], sequences: int) -> None:
         """`ways` by role; roles without one do not overlap. A microbatch has `sequences`."""
         super().__init__()
-        self.tp, self.ways, self.sequences = tp, dict(ways), sequences
-        self.size = tp.size  # pyrefly: ignore
+        self.parallel, self.ways, self.sequences = parallel, dict(ways), sequences
+        self.size = parallel.size  # pyrefly: ignore
 
     def _way(self, role: Role) -> Way:
         return self.ways.get(role, Way())
 
     def columns(self, role: Role, x_BSD: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        outs = column_linear(x_BSD.flatten(0, 1), params, self.tp, self._way(role))
+        outs = column_linear(x_BSD.flatten(0, 1), params, self.parallel, self._way(role))
         return tuple(out.view(self.sequences, -1, out.shape[1]) for out in outs)
 
     def gathered(self, x_BSF: Tensor) -> Tensor:
-        return gathered_tokens(x_BSF.flatten(0, 1), self.tp).view(self.sequences, -1, x_BSF.shape[-1])
+        return gathered_tokens(x_BSF.flatten(0, 1), self.parallel).view(self.sequences, -1, x_BSF.shape[-1])
 
     def row(self, role: Role, x_BSF: Tensor, param: Tensor) -> Tensor:
-        return row_linear(x_BSF.flatten(0, 1), param, self.tp, self._way(role)).unsqueeze(0)
+        return row_linear(x_BSF.flatten(0, 1), param, self.parallel, self._way(role)).unsqueeze(0)
 
     def norms(
         self, xs_BSF: Sequence[Tensor], params: Sequence[Tensor], eps: float, one: bool = False
     ) -> tuple[Tensor, ...]:
-        return tuple(scale(x, p, one) for x, p in zip(split_norms(xs_BSF, self.tp, eps), params, strict=True))
+        return tuple(scale(x, p, one) for x, p in zip(split_norms(xs_BSF, self.parallel, eps), params, strict=True))
 
     def own(self, values_T: Tensor) -> Tensor:
-        return values_T.chunk(self.size)[self.tp.rank]
+        return values_T.chunk(self.size)[self.parallel.rank]
 
     def total(self, values: Tensor) -> Arriving:
-        return self.tp.begin_total(values.clone())
+        return self.parallel.begin_total(values.clone())
 
     def embedding(self, ids_BS: Tensor, param_VD: Tensor) -> Tensor:
-        return split_embedding(ids_BS.flatten(), param_VD, self.tp).unsqueeze(0)
+        return split_embedding(ids_BS.flatten(), param_VD, self.parallel).unsqueeze(0)
 
     def cross_entropy(self, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-        return split_cross_entropy(logits_TV, targets_T, self.tp)
+        return split_cross_entropy(logits_TV, targets_T, self.parallel)

@@ -161,24 +161,24 @@ class TensorParallel:
         return Arriving(values, (pending.wait, self.side.mark()))
 
 
-def column_linear(x_SD: Tensor, params: Sequence[Tensor], tp: TensorParallel, way: Way) -> tuple[Tensor, ...]:
+def column_linear(x_SD: Tensor, params: Sequence[Tensor], parallel: TensorParallel, way: Way) -> tuple[Tensor, ...]:
     """`x @ p.T` for every weight [F, D], over all ranks' x: tensors of shape [T, F]."""
-    return _Column.apply(x_SD, tp, way, [_queued(x_SD, p) for p in params])
+    return _Column.apply(x_SD, parallel, way, [_queued(x_SD, p) for p in params])
 
 
-def row_linear(x_TF: Tensor, param_DF: Tensor, tp: TensorParallel, way: Way) -> Tensor:
+def row_linear(x_TF: Tensor, param_DF: Tensor, parallel: TensorParallel, way: Way) -> Tensor:
     """The sum over ranks of `x @ p.T`; this rank's tokens: [S, D]."""
-    return _Row.apply(x_TF, tp, way, _queued(x_TF, param_DF))
+    return _Row.apply(x_TF, parallel, way, _queued(x_TF, param_DF))
 
 
-def gathered_tokens(x_SD: Tensor, tp: TensorParallel) -> Tensor:
+def gathered_tokens(x_SD: Tensor, parallel: TensorParallel) -> Tensor:
     """All ranks' x, [T, D], for layers whose features every rank reads; the gradient is the sum over ranks."""
-    return _Moved.apply(x_SD, tp.gather, tp.sum)
+    return _Moved.apply(x_SD, parallel.gather, parallel.sum)
 
 
-def summed_tokens(x_TD: Tensor, tp: TensorParallel) -> Tensor:
+def summed_tokens(x_TD: Tensor, parallel: TensorParallel) -> Tensor:
     """The sum over ranks of x; this rank's tokens, [S, D]. The gradient is that of all tokens."""
-    return _Moved.apply(x_TD, tp.sum, tp.gather)
+    return _Moved.apply(x_TD, parallel.sum, parallel.gather)
 
 
 def _queued(x: Tensor, param: Tensor) -> Queued:
@@ -197,17 +197,17 @@ def _products(a: Tensor, others: Sequence[Tensor], outs: Sequence[Tensor]) -> No
 
 
 def gathered_products(
-    x_SD: Tensor, others: Sequence[Tensor], tp: TensorParallel, splits: int, keep: bool = False
+    x_SD: Tensor, others: Sequence[Tensor], parallel: TensorParallel, splits: int, keep: bool = False
 ) -> tuple[list[Tensor], Arriving | None]:
     """`x @ b` over all ranks' x for every b [D, F], in pieces; and all ranks' x with `keep`."""
-    assert tp.tokens is not None
+    assert parallel.tokens is not None
     tokens, width = x_SD.shape[0], len(others)
-    outs = [x_SD.new_empty(tp.size * tokens, b.shape[1]) for b in others]
-    spread: Spread = tp.tokens.spread(x_SD)
-    order = pieces(tp.rank, tp.size, splits)
-    whole = x_SD.new_empty(tp.size * tokens, x_SD.shape[1]) if keep else None
+    outs = [x_SD.new_empty(parallel.size * tokens, b.shape[1]) for b in others]
+    spread: Spread = parallel.tokens.spread(x_SD)
+    order = pieces(parallel.rank, parallel.size, splits)
+    whole = x_SD.new_empty(parallel.size * tokens, x_SD.shape[1]) if keep else None
     kept = None
-    with tp.alternate() as queue_of:
+    with parallel.alternate() as queue_of:
         for i, (low, high) in enumerate(order):
             with queue_of(i):
                 a = spread.take(low, high) if i else x_SD
@@ -218,15 +218,15 @@ def gathered_products(
     return outs, kept
 
 
-def summed_products(pairs: Sequence[tuple[Tensor, Tensor]], tp: TensorParallel, splits: int) -> Tensor:
+def summed_products(pairs: Sequence[tuple[Tensor, Tensor]], parallel: TensorParallel, splits: int) -> Tensor:
     """The sum over ranks of `sum of a @ b`, a [T, F], b [F, D], in pieces; this rank's tokens: [S, D]."""
-    assert tp.tokens is not None
+    assert parallel.tokens is not None
     first_TF, first_FD = pairs[0]
-    tokens = first_TF.shape[0] // tp.size
+    tokens = first_TF.shape[0] // parallel.size
     out_SD = first_TF.new_empty(tokens, first_FD.shape[1])
-    collect = tp.tokens.collect(out_SD)
-    order = pieces(tp.rank, tp.size, splits)[::-1]  # its own last, while the others travel
-    with tp.alternate() as queue_of:
+    collect = parallel.tokens.collect(out_SD)
+    order = pieces(parallel.rank, parallel.size, splits)[::-1]  # its own last, while the others travel
+    with parallel.alternate() as queue_of:
         for i, (low, high) in enumerate(order):
             rows = slice(low * tokens, high * tokens)
             with queue_of(i):
@@ -239,28 +239,28 @@ def summed_products(pairs: Sequence[tuple[Tensor, Tensor]], tp: TensorParallel, 
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel, way: Way, dests: Sequence[Queued]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, parallel: TensorParallel, way: Way, dests: Sequence[Queued]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x)
-        ctx.tp, ctx.way, ctx.dests = tp, way, dests
+        ctx.parallel, ctx.way, ctx.dests = parallel, way, dests
         x_SD, values = x.reshape(-1, x.shape[-1]), [dest.value().t() for dest in dests]
         if way.forward == "ring":
-            return tuple(gathered_products(x_SD, values, tp, way.splits[0])[0])
-        x_TD = tp.gather(x_SD)
+            return tuple(gathered_products(x_SD, values, parallel, way.splits[0])[0])
+        x_TD = parallel.gather(x_SD)
         return tuple(x_TD @ value for value in values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (x,) = ctx.saved_tensors
-        tp, way = ctx.tp, ctx.way
+        parallel, way = ctx.parallel, ctx.way
         x_SD = x.detach().reshape(-1, x.shape[-1])
         pairs = [(g.contiguous(), dest.value_in_backward()) for g, dest in zip(grads, ctx.dests, strict=True)]
-        again = tp.begin_gather(x_SD) if way.backward != "off" else None  # overlaps with the products below
+        again = parallel.begin_gather(x_SD) if way.backward != "off" else None  # overlaps with the products below
         if way.backward == "pipeline":
-            dx = summed_products(pairs, tp, way.splits[1])
+            dx = summed_products(pairs, parallel, way.splits[1])
         else:
-            dx = tp.sum(sum_of_products(pairs))
+            dx = parallel.sum(sum_of_products(pairs))
         if again is None:
-            again = Arriving(tp.gather(x_SD))
+            again = Arriving(parallel.gather(x_SD))
         for dest, (g, _) in zip(ctx.dests, pairs, strict=True):
             dest.contribute(ctx, 3, Product(partial(_wgrad, again, Arriving(g))))
         return dx.view(x.shape), None, None, None
@@ -268,23 +268,23 @@ class _Column(torch.autograd.Function):
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel, way: Way, dest: Queued) -> Tensor:
-        ctx.tp, ctx.way = tp, way
+    def forward(ctx: Any, x: Tensor, parallel: TensorParallel, way: Way, dest: Queued) -> Tensor:
+        ctx.parallel, ctx.way = parallel, way
         x_TF, value_FD = x.reshape(-1, x.shape[-1]), save_input(ctx, x, dest).t()
         if way.forward == "pipeline":
-            return summed_products([(x_TF, value_FD)], tp, way.splits[0])
-        return tp.sum(x_TF @ value_FD)
+            return summed_products([(x_TF, value_FD)], parallel, way.splits[0])
+        return parallel.sum(x_TF @ value_FD)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (x,) = ctx.saved_tensors
-        tp, way = ctx.tp, ctx.way
+        parallel, way = ctx.parallel, ctx.way
         g_SD, value_DF = g.reshape(-1, g.shape[-1]), ctx.dest.value_in_backward()
         if way.backward == "ring":
-            (dx,), g_TD = gathered_products(g_SD, [value_DF], tp, way.splits[1], keep=True)
+            (dx,), g_TD = gathered_products(g_SD, [value_DF], parallel, way.splits[1], keep=True)
             assert g_TD is not None
         else:
-            whole_TD = tp.gather(g_SD)
+            whole_TD = parallel.gather(g_SD)
             dx, g_TD = whole_TD @ value_DF, Arriving(whole_TD)
         x_TF = Arriving(x.detach().reshape(-1, x.shape[-1]))
         ctx.dest.contribute(ctx, 3, Product(partial(_wgrad, x_TF, g_TD)))
@@ -316,31 +316,31 @@ class _Moved(torch.autograd.Function):
 # Shapes: B sequences, S sequence length, F features of one rank.
 
 
-def split_norms(xs_BSF: Sequence[Tensor], tp: TensorParallel, eps: float) -> tuple[Tensor, ...]:
+def split_norms(xs_BSF: Sequence[Tensor], parallel: TensorParallel, eps: float) -> tuple[Tensor, ...]:
     """Each input divided by its root mean square over the features of all ranks."""
-    return _SplitNorms.apply(tp, eps, *xs_BSF)
+    return _SplitNorms.apply(parallel, eps, *xs_BSF)
 
 
 class _SplitNorms(torch.autograd.Function):
     """One sum over ranks in each direction, whatever the number of inputs."""
 
     @staticmethod
-    def forward(ctx: Any, tp: TensorParallel, eps: float, *xs: Tensor) -> tuple[Tensor, ...]:
-        inverse = [torch.rsqrt(mean + eps) for mean in _means(tp, xs, xs)]
+    def forward(ctx: Any, parallel: TensorParallel, eps: float, *xs: Tensor) -> tuple[Tensor, ...]:
+        inverse = [torch.rsqrt(mean + eps) for mean in _means(parallel, xs, xs)]
         ys = tuple((x.float() * r).to(x.dtype) for x, r in zip(xs, inverse, strict=True))
-        ctx.tp = tp
+        ctx.parallel = parallel
         ctx.save_for_backward(*ys, *inverse)
         return ys
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         ys, inverse = ctx.saved_tensors[: len(gs)], ctx.saved_tensors[len(gs) :]
-        parts = zip(gs, ys, inverse, _means(ctx.tp, gs, ys), strict=True)
+        parts = zip(gs, ys, inverse, _means(ctx.parallel, gs, ys), strict=True)
         return None, None, *(((g.float() - y.float() * mean) * r).to(g.dtype) for g, y, r, mean in parts)
 
 
-def _means(tp: TensorParallel, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
+def _means(parallel: TensorParallel, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
     """Per pair, the mean product over the features of all ranks, fp32 [B, S, 1]."""
     sums = torch.stack([(x.float() * y.float()).sum(-1, keepdim=True) for x, y in zip(xs, ys, strict=True)])
-    total = tp.begin_total(sums).get()
-    return [one / (x.shape[-1] * tp.size) for one, x in zip(total, xs, strict=True)]
+    total = parallel.begin_total(sums).get()
+    return [one / (x.shape[-1] * parallel.size) for one, x in zip(total, xs, strict=True)]

@@ -28,18 +28,18 @@ from hocket.runtime.weights import (
 )
 
 
-def split_embedding(ids_T: Tensor, param_VD: Tensor, tp: TensorParallel) -> Tensor:
+def split_embedding(ids_T: Tensor, param_VD: Tensor, parallel: TensorParallel) -> Tensor:
     """Rows of this rank's tokens: [S, D]. `ids` are those of all ranks."""
-    inside_T, local_T = _local(ids_T, param_VD.shape[0], tp.rank)
-    return summed_tokens(embedding(local_T, param_VD).masked_fill(~inside_T.unsqueeze(-1), 0), tp)
+    inside_T, local_T = _local(ids_T, param_VD.shape[0], parallel.rank)
+    return summed_tokens(embedding(local_T, param_VD).masked_fill(~inside_T.unsqueeze(-1), 0), parallel)
 
 
-def split_cross_entropy(logits_TV: Tensor, targets_T: Tensor, tp: TensorParallel) -> Tensor:
+def split_cross_entropy(logits_TV: Tensor, targets_T: Tensor, parallel: TensorParallel) -> Tensor:
     """Mean cross-entropy over the tokens whose target is not `IGNORED`, fp32: the same on all ranks.
 
     Consumes the logits, like `kernels/loss.py`. A target outside the vocabulary makes the loss infinite.
     """
-    return _SplitCrossEntropy.apply(logits_TV, targets_T, tp)
+    return _SplitCrossEntropy.apply(logits_TV, targets_T, parallel)
 
 
 def _local(ids_T: Tensor, width: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -51,15 +51,15 @@ def _local(ids_T: Tensor, width: int, rank: int) -> tuple[Tensor, Tensor]:
 
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, tp: TensorParallel) -> Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, parallel: TensorParallel) -> Tensor:
         logits_TV = logits_TV.contiguous()
         tokens, width = logits_TV.shape
-        inside_T, local_T = _local(targets_T, width, tp.rank)
+        inside_T, local_T = _local(targets_T, width, parallel.rank)
         mine_2T = torch.empty(2, tokens, dtype=torch.float32, device=logits_TV.device)
         mine_2T[0] = _log_sums(logits_TV)
         hit_T = logits_TV.gather(1, local_T.unsqueeze(1)).squeeze(1).float()
         mine_2T[1] = hit_T.masked_fill(~inside_T, -torch.inf)
-        every_P2T = tp.gather(mine_2T.unsqueeze(0))
+        every_P2T = parallel.gather(mine_2T.unsqueeze(0))
         sums_T = every_P2T[:, 0].logsumexp(0)
         counts_T = targets_T != IGNORED
         losses_T = (sums_T - every_P2T[:, 1].amax(0)).masked_fill(~counts_T, 0)
@@ -87,7 +87,7 @@ def _log_sums(logits_TV: Tensor) -> Tensor:
 #
 # Cross-entropy without all logits in memory: tokens pass through the head in pieces (`plan.loss_pieces`).
 #
-# Forward keeps one number per token besides the head's input. Backward recomputes a piece's logits, turns them into
+# Forward keeps one number per token besides the head's input. Backward makes a piece's logits again, turns them into
 # their gradient, and multiplies it with the weights and with the input: so the head has four products instead of three.
 # The weight gradient is summed over pieces in fp32 and held until its wgrad op. It cannot be deferred: it needs logits,
 # and so the weights, which may be released before that op.

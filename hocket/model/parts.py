@@ -40,7 +40,7 @@ class LayerParts(metaclass=ABCMeta):  # `ABC` as a base would keep FSDP2 from ch
     def added(self, x_BSD: Tensor, more_BSD: Tensor, documents: Packing | None, kept: Routing | None = None) -> Any:
         """The next part's input, from the residual stream and attention's output; before experts, `Routed`.
 
-        In a recompute, `kept` is the forward's routing.
+        If forward runs again, `kept` is the first one's routing.
         """
 
     def forward_attn(self, x_BSD: Tensor, documents: Documents | None = None, kept: Routing | None = None) -> Any:

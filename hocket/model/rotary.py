@@ -34,10 +34,10 @@ def rope_of(config: ModelConfig, layer: int) -> Rope | None:
     return Rope(rope.width or width, config.rope_theta, PLAIN if plain else rope)
 
 
-def table_of(rope: Rope, seq: int, documents: Any, device: torch.device) -> Tensor:
-    """`rotary_table` of whole sequences, or of the tokens' positions in `documents`: [2, T, 1, R / 2]."""
-    table = rotary_table(seq if documents is None else documents.length, rope.width, rope.theta, device, rope.settings)
-    return table if documents is None else table.index_select(1, documents.position_T)
+def table_of(rope: Rope, seq: int, packing: Any, device: torch.device) -> Tensor:
+    """`rotary_table` of whole sequences, or of the tokens' positions in `packing`: [2, T, 1, R / 2]."""
+    table = rotary_table(seq if packing is None else packing.length, rope.width, rope.theta, device, rope.settings)
+    return table if packing is None else table.index_select(1, packing.position_T)
 
 
 @lru_cache(maxsize=16)

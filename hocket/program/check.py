@@ -42,7 +42,7 @@ from hocket.program.check_memory import (
     values_live,
 )
 from hocket.program.facts import INVARIANTS, Facts, Violation, gather_facts
-from hocket.program.linearize import circle_of, waits
+from hocket.program.linearize import cycle_of, waits
 from hocket.program.ops import HOST, TIED, Key, Layout, Op, Program, stops_host, tied_lane
 from hocket.program.transformer import EMBED, HEAD
 from hocket.program.values import follows
@@ -232,7 +232,7 @@ def deadlock_free(program: Program, ranks: list[Facts]) -> Iterator[Violation]:
     try:
         TopologicalSorter(before).prepare()
     except CycleError as error:
-        nodes, text = circle_of(error, program)
+        nodes, text = cycle_of(error, program)
         here = [position for rank, position in nodes if rank == nodes[0][0]]
         yield ranks[nodes[0][0]].fail(1, text, *here)
 

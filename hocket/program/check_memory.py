@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from hocket.program.facts import Facts, Violation
 from hocket.program.ops import TIED, WHOLE_MATRICES, Op, Program
 from hocket.program.transformer import EMBED
-from hocket.program.values import UnitName, first_reader, memory_of, unit_moved, unit_read, unit_written
+from hocket.program.values import UnitName, first_reader, memory_lane, unit_moved, unit_read, unit_written
 
 
 def values_live(facts: Facts) -> Iterator[Violation]:
@@ -60,7 +60,7 @@ def values_dropped_in_time(facts: Facts) -> Iterator[Violation]:
         drops = [("the value", p, facts.readers.get(p, [])) for p in op.frees]
         shares = [*op.trims, *(p for p in op.frees if p not in trimmed)]
         for what, p, readers in [*drops, *(("a share", p, _first_readers(facts, p)) for p in shares)]:
-            earlier = newest.get(memory_of(facts.ops[p]), -1) if readers else -1
+            earlier = newest.get(memory_lane(facts.ops[p]), -1) if readers else -1
             if earlier >= max(readers, default=0) and all(facts.before(i, earlier) for i in readers):
                 message = (
                     f"{facts.show(q)} drops {what} of {facts.show(p)}, which {facts.show(earlier)} could have done"
@@ -78,7 +78,7 @@ def _first_readers(facts: Facts, p: int) -> list[int]:
 
 def _late_enough(facts: Facts, p: int, q: int, what: str, readers: list[int]) -> Iterator[Violation]:
     """A drop is on the lane that owns the value's memory, or by the step, and after the readers."""
-    owner, lane = memory_of(facts.ops[p]), facts.ops[q].lane
+    owner, lane = memory_lane(facts.ops[p]), facts.ops[q].lane
     if owner != lane and facts.ops[q].verb != "step":
         wrong = f"whose memory belongs to lane {owner}: only that lane, or the step, can tell when it is free"
         yield facts.fail(6, f"{facts.show(q)} on lane {lane} drops {what} of {facts.show(p)}, {wrong}", q, p)

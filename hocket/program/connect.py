@@ -36,7 +36,7 @@ from functools import cache
 
 from hocket.program.ops import TIED, Key, Lane, Layout, Op
 from hocket.program.transformer import EMBED
-from hocket.program.values import Meanings, Name, UnitName, meanings, memory_of, reads_itself, unit_moved
+from hocket.program.values import Meanings, Name, UnitName, meanings, memory_lane, reads_itself, unit_moved
 
 
 def connect(
@@ -276,7 +276,7 @@ def _dropped_by(rank: _Rank) -> tuple[dict[int, list[int]], dict[int, list[int]]
 
     def first_after(p: int, who: Sequence[int]) -> int:
         """The first op, of the lane that owns a value's memory, that comes after its readers."""
-        mine, k = memory_of(rank.ops[p]), 0
+        mine, k = memory_lane(rank.ops[p]), 0
         for i in who:
             k = max(k, turn[i] if lanes[i] == mine else bisect_left(learned(mine, lanes[i]), i))
         return positions[mine][k] if k < len(positions[mine]) else len(lanes) - 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hocket.program.layer import BACKWARDS, FORWARDS, FULL, LATE, Token, pair_at_once
+from hocket.program.layer import BACKWARDS, FORWARDS, FULL, LATE, Token, pair_undeferred
 from hocket.program.ops import Lane, Layout, Op, Verb
 from hocket.program.parts import Part
 from hocket.program.pipeline import Item, Step
@@ -43,7 +43,7 @@ def expand(
     if step.also:
         items = (step.fwd or step.bwd, step.also)
         sequences = (sequences[0] or sequences[1],) * 2
-        both = [*(FORWARDS if step.fwd else BACKWARDS if defer else pair_at_once(BACKWARDS))]
+        both = [*(FORWARDS if step.fwd else BACKWARDS if defer else pair_undeferred(BACKWARDS))]
     ops: StepOps = []
     for item in step.backwards:
         head = layout.is_last(rank, item[1])

@@ -20,7 +20,7 @@ issued before it, so that the GPU has work meanwhile.
 
 Note: [Templates for other kinds of layers]
 A template names parts by their letters, and a kind of layer uses the letters that it has: a dense layer has no
-dispatch. Kinds with other letters get a template from `woven`, or from the text of `plan.layer_order`.
+dispatch. Kinds with other letters get a template from `interleaved`, or from the text of `plan.layer_order`.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ def chains(kind: LayerKind) -> tuple[list[str], ...]:
 def merged_order(text: str, layout: Layout | None = None) -> tuple[Token, ...]:
     """The order of a merged layer step that `plan.layer_order` names or spells out, for the layers of a layout.
 
-    A name selects an order of hocket's own letters; for layers with others it selects that of `woven`. Raises
+    A name selects an order of hocket's own letters; for layers with others it selects that of `interleaved`. Raises
     ValueError for an order that cannot run.
     """
     largest = FULL if layout is None else _largest(layout)
     if text in MERGED:
-        return MERGED[text] if largest is FULL else woven(largest)
+        return MERGED[text] if largest is FULL else interleaved(largest)
     if problem := order_problem(text, largest):
         raise ValueError(f"plan.layer_order={text!r}: {problem}")
     return template(text)
@@ -153,7 +153,7 @@ def _largest(layout: Layout) -> LayerKind:
     Raises ValueError if there is none.
     """
     for kind in (FULL, *layout.layer_types):
-        if all(_serves(kind, other) for other in layout.layer_types):
+        if all(_fits(kind, other) for other in layout.layer_types):
             return kind
     every = {part.letter for kind in layout.layer_types for part in kind.parts}
     names = " and ".join(kind.name for kind in layout.layer_types)
@@ -163,7 +163,7 @@ def _largest(layout: Layout) -> LayerKind:
     )
 
 
-def _serves(kind: LayerKind, other: LayerKind) -> bool:
+def _fits(kind: LayerKind, other: LayerKind) -> bool:
     """Whether an order for one kind has all ops of another, each after what it reads."""
     roles = {part.letter: part for part in kind.parts}
     letters = [part.letter for part in other.parts]
@@ -173,7 +173,7 @@ def _serves(kind: LayerKind, other: LayerKind) -> bool:
     )
 
 
-def woven(kind: LayerKind) -> tuple[Token, ...]:
+def interleaved(kind: LayerKind) -> tuple[Token, ...]:
     """An order of a merged layer step for any kind of layer: a transfer of one half overlaps compute of the other.
 
     Both halves are split after their transfers. The order alternates: a stretch of the forward's compute, one of the
@@ -229,12 +229,12 @@ def alone_order(layout: Layout) -> tuple[Token, ...]:
     return tuple(order)
 
 
-def at_once(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
+def undeferred(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
     """The same order with each weight gradient right after its input gradient: nothing is deferred."""
-    return tuple(token for _, token in pair_at_once(tuple((0, token) for token in tokens)))
+    return tuple(token for _, token in pair_undeferred(tuple((0, token) for token in tokens)))
 
 
-def pair_at_once(halves: tuple[Half, ...]) -> tuple[Half, ...]:
+def pair_undeferred(halves: tuple[Half, ...]) -> tuple[Half, ...]:
     """The same for a template of two items."""
     late = {(half, letter) for half, (verb, letter) in halves if verb == "wgrad"}
     order: list[Half] = []

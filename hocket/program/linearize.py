@@ -37,7 +37,7 @@ def linearize(program: Program, seed: int | None) -> list[Node]:
     try:
         graph.prepare()
     except CycleError as error:
-        raise ValueError(f"no legal order: {circle_of(error, program)[1]}") from None
+        raise ValueError(f"no legal order: {cycle_of(error, program)[1]}") from None
     pick = _Closest() if seed is None else _Ranked(program, seed)
     order: list[Node] = []
     steps: list[Node] = []
@@ -69,7 +69,7 @@ def waits(program: Program) -> tuple[dict[Node, set[Node]], dict[Node, Node]]:
     return before, receive_of
 
 
-def circle_of(error: CycleError, program: Program) -> tuple[list[Node], str]:
+def cycle_of(error: CycleError, program: Program) -> tuple[list[Node], str]:
     """A cycle of ops that wait for each other, and a text about it with the first and last op of each lane."""
     nodes: list[Node] = error.args[1][:0:-1]
     lanes = [(rank, program.ranks[rank][position].lane) for rank, position in nodes]

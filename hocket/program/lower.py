@@ -25,7 +25,7 @@ from hocket.collector import without_collector
 from hocket.config import Config
 from hocket.program.connect import connect, free
 from hocket.program.expand import StepOps, defer_head, defer_past_send, expand, insert_p2p
-from hocket.program.layer import alone_order, at_once, merged_order, pairs_problem
+from hocket.program.layer import alone_order, merged_order, pairs_problem, undeferred
 from hocket.program.offload import offload
 from hocket.program.ops import Key, Layout, Op, Program
 from hocket.program.pipeline import (
@@ -81,7 +81,7 @@ def _expanded(order: Order, layout: Layout, layer_order: str, defer: bool) -> tu
     """The ops of every rank and step. Cached for candidates that differ only in what is deferred past the send."""
     merged, alone = merged_order(layer_order, layout), alone_order(layout)
     if not defer:
-        merged, alone = at_once(merged), at_once(alone)
+        merged, alone = undeferred(merged), undeferred(alone)
     if any(step.also for steps in order for step in steps) and (problem := pairs_problem(layout)):
         raise ValueError(f"overlap.ep.merge_ends=on: {problem}; use overlap.ep.merge_ends=off")
     ranks = []

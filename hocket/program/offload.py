@@ -18,7 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hocket.program.ops import HOST, Key, Layout, Op
-from hocket.program.shard import put_in
+from hocket.program.shard import insert_ops
 from hocket.program.transformer import HEAD
 
 HOST_BLOCK = 1 << 24
@@ -61,7 +61,7 @@ def offload(ops: Sequence[Op], layout: Layout) -> tuple[tuple[Op, ...], ExtraWai
                 before[ahead].append(reload)
             else:
                 after[p].append(reload)
-    return tuple(_with_slots(put_in(ops, before, after))), waiting
+    return tuple(_with_slots(insert_ops(ops, before, after))), waiting
 
 
 def host_slots(ops: Sequence[Op]) -> dict[str, int]:

@@ -72,9 +72,9 @@ class Part:
     deferrable: bool = True
     """Whether its weight gradient may be deferred past its input gradient."""
     recomputable: bool = False
-    """Whether it may be recomputed for its backward; it keeps more than it reads."""
+    """Whether its forward may run again for its backward; it keeps more than it reads."""
     lends: bool = False
-    """Whether readers may drop this part's output and get it from the part's recompute, which its own backward does
+    """Whether readers may drop this part's output and get it when the part runs again, which its own backward does
     not need. True for a recomputable part that communicates."""
     kept: tuple[str, ...] = ()
     """Values that its saved state refers to from forward until its backward ends: `fwd dispatch`, `input`, ... Only

@@ -155,7 +155,7 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: i
         chunk = layout.apart.get(len(out), -1) if written else -1
         last = _exchange(ops, written, layout, len(out), chunk, before, after) if chunk >= 0 else []
         step = Op("step", "norm" if updates else "all", -1, chunk)
-        out.append([*put_in(placed, before, after), *last, step])
+        out.append([*insert_ops(placed, before, after), *last, step])
     return Sharded(out, weight_slots, grad_slots)
 
 
@@ -212,7 +212,7 @@ _BEGIN: tuple[tuple[int, Verb], ...] = ((0, "collect"), (1, "collect"), (0, "ort
 """(number of a unit, verb) of the ops before the first update."""
 
 
-def put_in(ops: Sequence[Op], before: Mapping[int, list[Op]], after: Mapping[int, list[Op]]) -> list[Op]:
+def insert_ops(ops: Sequence[Op], before: Mapping[int, list[Op]], after: Mapping[int, list[Op]]) -> list[Op]:
     """The ops with others inserted before and after some positions."""
     out, done = list[Op](), 0
     for i in sorted({*before, *after}):
@@ -227,7 +227,7 @@ def _visits(ops: list[Op], known: Meanings) -> list[Visit]:
     for i, op in enumerate(ops):
         name = known[op.verb, op.part, op.chunk, op.layer].unit_read
         if name is not None:
-            direction = "fwd" if op.verb == "fwd" else "bwd"  # a recompute belongs to the backward
+            direction = "fwd" if op.verb == "fwd" else "bwd"  # any second forward belongs to the backward
             key = (name, direction, op.microbatch, op.layer)
             if key in visits:
                 visits[key].end = i

@@ -123,12 +123,12 @@ def _inputs(op: Op, layout: Layout, rank: int) -> list[Key]:
         if source == INPUT:
             found.append(layer_input(layout, rank, m, c, layer))
         else:
-            again = op.verb == "recompute" and gathers_again(layout, source, layer)
+            again = op.verb == "recompute" and recomputed_for_readers(layout, source, layer)
             found.append(("recompute" if again else "fwd", source, m, c, layer))
     return found
 
 
-def gathers_again(layout: Layout, part: str, layer: int) -> bool:
+def recomputed_for_readers(layout: Layout, part: str, layer: int) -> bool:
     """Whether a part is recomputed to give its value to its readers' backwards."""
     return layout.recomputes(part, layer) and layout.part(part, layer).lends
 
@@ -141,7 +141,7 @@ def lent_to(layout: Layout, part: str, layer: int) -> str:
     if layer < 0 or layout.recomputes(part, layer):
         return ""
     sources = (source for source in layout.part(part, layer).sources if source != INPUT)
-    return next((source for source in sources if gathers_again(layout, source, layer)), "")
+    return next((source for source in sources if recomputed_for_readers(layout, source, layer)), "")
 
 
 def output_grads(op: Op, layout: Layout, rank: int) -> list[Key]:
@@ -166,7 +166,7 @@ def _kept(op: Op, layout: Layout, rank: int, values: tuple[str, ...]) -> list[Ke
             key = output_grads(op, layout, rank)[0] if layer < 0 else output_grad(layout, rank, m, c, layer)
         else:
             verb, _, part = value.partition(" ")
-            again = verb == "fwd" and op.verb != "recompute" and gathers_again(layout, part, layer)
+            again = verb == "fwd" and op.verb != "recompute" and recomputed_for_readers(layout, part, layer)
             key = ("recompute" if again else verb, part, m, c, layer)
         if key[0] == "recv" or (key[4] >= 0 and layout.part(key[1], key[4]).communicates):
             found.append(key)
@@ -189,7 +189,7 @@ def first_reader(op: Op, layout: Layout) -> str:
         return ""
     kind = layout.type_of(op.layer)
     parts = kind.readers[op.part] if op.verb == "fwd" else kind.by_name[op.part].sources
-    if op.verb == "fwd" and parts and gathers_again(layout, parts[0], op.layer):
+    if op.verb == "fwd" and parts and recomputed_for_readers(layout, parts[0], op.layer):
         return ""  # it reads its share again when it is recomputed
     return parts[0] if len(parts) > 1 and INPUT not in parts else ""
 
@@ -203,7 +203,7 @@ def shares(op: Op, layout: Layout) -> tuple[int, ...]:
     return tuple(n for n, output in enumerate(part.outputs) if kind.gradient_of(part, output)[0] == first)
 
 
-def memory_of(op: Op) -> Lane:
+def memory_lane(op: Op) -> Lane:
     """The lane that owns the memory of an op's value: its own, except for updates, offloads and reloads."""
     return "compute" if op.verb in ("update", *HOST) else op.lane
 
