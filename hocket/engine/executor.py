@@ -142,7 +142,7 @@ class Executor:
         return actions.losses
 
     def abort(self) -> None:
-        """Forget the values of an interrupted step, so that a later step starts clean. Requires that no op waits."""
+        """Forget an interrupted step's values, so that a later step starts clean, and end its record of progress."""
         self.recorder.end()
         self._values = [None] * len(self._values)
         self.actions.discard()

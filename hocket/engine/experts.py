@@ -35,7 +35,7 @@ _USABLE = 0.95
 """Share of a rank's memory that tensors may fill; the rest allows for the allocator's fragmentation."""
 
 
-class Held(NamedTuple):
+class MemoryUse(NamedTuple):
     """Bytes of a GPU's memory, as measured."""
 
     usable: int
@@ -53,13 +53,13 @@ class Held(NamedTuple):
         return self.at_rest + factor * (self.at_most - self.at_rest) + more <= _USABLE * self.usable
 
 
-def _measured(device: torch.device) -> Held | None:
+def _measured(device: torch.device) -> MemoryUse | None:
     """Measures this rank's GPU; None on a CPU."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
-    held, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    return Held(free + torch.cuda.memory_reserved(device), held, most)
+    use, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return MemoryUse(free + torch.cuda.memory_reserved(device), use, most)
 
 
 class RowRoom:
@@ -71,7 +71,7 @@ class RowRoom:
         """The current capacity; None where the host reads the row counts."""
         self.lacked = 0
         """Rows that one rank received, if more than the capacity, so that the last step ran again; else 0."""
-        self.measure: Callable[[], Held | None] = partial(_measured, device)
+        self.measure: Callable[[], MemoryUse | None] = partial(_measured, device)
         if layout_of(config).uncounted:
             self.now = Room(rows_allowed(config), torch.zeros(1, dtype=torch.int64, device=device))
 
@@ -116,8 +116,8 @@ class RowRoom:
 
     def _would_fit(self, factor: float, more: int) -> bool:
         """Whether steps with `factor` times the rows and `more` bytes of arrival buffers fit in memory on all ranks."""
-        held = self.measure()
-        agreed = torch.tensor([held is None or held.fits(factor, more)], dtype=torch.int64, device=self._device)
+        use = self.measure()
+        agreed = torch.tensor([use is None or use.fits(factor, more)], dtype=torch.int64, device=self._device)
         self._groups.control.all_reduce(agreed, "min").wait()
         return bool(agreed)
 

@@ -80,7 +80,7 @@ class LaneProgress:
         return self._lanes[lane][self._complete[lane] : end]
 
     def at(self) -> list[tuple[int, ...]]:
-        """The ops that each lane which blocks this rank is at.
+        """Returns, for each lane that blocks this rank, the ops that it is at.
 
         Follows waits from the last issued op and from the compute lane. A lane that neither waits for is left out: a
         send to a late receiver, say, does not block this rank.

@@ -25,7 +25,7 @@ from hocket.config import ModelConfig
 TILE = 2048
 """Elements of a block's scores; with 128 threads, each holds 16."""
 LOWEST = tl.constexpr(-3.0e38)
-"""Stands for NaN scores, so that padding after the last expert is never chosen."""
+"""Replaces NaN scores, so that padding after the last expert is never chosen."""
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 Note: [When tensors are offloaded and reloaded]
 A pass is the forward or backward of a layer, or of the head. `offload` comes after the forward of its part, and the
 first op of the pass after the next waits for the copy. So a rank holds the saved tensors of at most two passes, however
-slow the link is; if it is fast enough, nothing waits. `reload` comes one pass before the backward that needs it, and is
-not issued earlier. So it has the time of one pass, and the rank holds the reloaded tensors of two.
+slow the link is; if it is fast enough, nothing waits. `reload` comes at the start of the pass before the backward that
+needs it, and is not issued earlier. So it has the time of one pass, and the rank holds the reloaded tensors of two.
 
 Note: [Slots in the host's memory]
 A part's saved tensors occupy one slot of its kind from their offload to their reload. Slots are assigned in list order:

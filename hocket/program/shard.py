@@ -13,7 +13,7 @@ Note: [Gradients reduced once per step]
 `no_shard` and `optim` reduce a unit's gradients once per step. The rank sums those of all microbatches but the last: an
 `add` comes after the last weight gradient of the unit and microbatch, on the same lane, so the slot is free for the
 next one without a wait. The reduce of the last microbatch includes the sum. In a group of one member nothing is
-deferred: each reduce is local. In both cases the weight-gradient ops may accumulate themselves. Then an `add`, or a
+deferred: each reduce is local. In both cases the weight-gradient ops may accumulate directly. Then an `add`, or a
 local reduce, only marks a microbatch's gradients as complete.
 
 Note: [Updates deferred to the next step]
@@ -26,10 +26,10 @@ the gradients stay in memory.
 
 Note: [Whole matrices of sharded units]
 Muon's update of a matrix needs the whole matrix, and a rank has a part. So three ops come before the update of a
-gathered unit: `collect` (each rank averages its shard, and all ranks gather the whole), `orthogonalise` (each matrix on
-one rank) and `scatter` (each rank gets its part of the results). Exchanges are on the reduce lane, which is otherwise
-idle until backward begins. Units alternate between two slots. While the update lane orthogonalises one unit's matrices,
-the next unit's are collected, and the previous unit's results are scattered:
+gathered unit: `collect` (each rank updates its shard of the averages, and all ranks gather the whole), `orthogonalise`
+(each matrix on one rank) and `scatter` (each rank gets its part of the results). They use the reduce lane, which
+is otherwise idle until backward begins. Units alternate between two slots. While the update lane orthogonalises one
+unit's matrices, the next unit's are collected, and the previous unit's results are scattered:
 
     reduce    collect 0, collect 1 | scatter 0, collect 2 | scatter 1, collect 3 | ...
     update                           orthogonalise 0      | orthogonalise 1, update 0 | orthogonalise 2, update 1 | ...

@@ -276,20 +276,20 @@ class Watchdog:
                 faulthandler.dump_traceback_later(self._limit + ANSWER + LINGER, exit=True, file=sys.stderr)
             if time.monotonic() - recorder.last_progress > self._limit:
                 with contextlib.suppress(Exception):  # exit even if the disk is full
-                    sys.stderr.write(f"{HANG_HEADLINE} for {self._limit:g} s\n{self._said()}\n")
+                    sys.stderr.write(f"{HANG_HEADLINE} for {self._limit:g} s\n{self._answer()}\n")
                     sys.stderr.flush()
                 time.sleep(LINGER)
                 os._exit(HANG_EXIT_CODE)
         faulthandler.cancel_dump_traceback_later()
 
-    def _said(self) -> str:
+    def _answer(self) -> str:
         answers: list[str] = []
-        asking = threading.Thread(target=lambda: answers.append(self._ask(True)), daemon=True)
-        asking.start()
-        asking.join(ANSWER)
-        return answers[0] if answers else f"{self._ask(False)}\nthe device did not answer within {ANSWER:g} s"
+        thread = threading.Thread(target=lambda: answers.append(self._try(True)), daemon=True)
+        thread.start()
+        thread.join(ANSWER)
+        return answers[0] if answers else f"{self._try(False)}\nthe device did not answer within {ANSWER:g} s"
 
-    def _ask(self, device: bool) -> str:
+    def _try(self, device: bool) -> str:
         try:
             return self._report(device)
         except Exception as error:  # a failed or capturing GPU refuses queries

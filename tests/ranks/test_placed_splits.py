@@ -13,7 +13,7 @@ from torch import Tensor
 from hocket.config import Config
 from hocket.config.schema import changed
 from hocket.engine import Engine
-from hocket.engine.experts import Held, RowRoom
+from hocket.engine.experts import MemoryUse, RowRoom
 from hocket.layers.dispatch import exchange_counts, group_rows, place_counts
 from hocket.layers.routing import Routing
 from hocket.model.documents import Microbatch
@@ -94,7 +94,7 @@ def steps(
 ) -> tuple[list[int], list[float], list[Tensor]]:
     """Rows that lacked room in each of two steps and in a validation, losses and norms, weights."""
     engine = Engine(c, rank, CPU)
-    engine.room.measure = lambda: Held(100, 40, 90) if full[rank] else None
+    engine.room.measure = lambda: MemoryUse(100, 40, 90) if full[rank] else None
     engine.init_weights()
     batches = [[Microbatch(*b[rank]) for b in step] for step in random_batches(c.model, 2, 2, c.mesh.dp, (2, 8))]
     results = [engine.train_step(step, 1e-2) for step in batches]
@@ -193,7 +193,7 @@ def test_where_more_room_does_not_fit_on_one_rank_the_hosts_of_all_know_splits_f
 
 
 def test_more_room_fits_where_a_step_as_measured_would() -> None:
-    held = Held(usable=100, at_rest=40, at_most=60)
+    held = MemoryUse(usable=100, at_rest=40, at_most=60)
     assert held.fits(2.0, 15)
     assert not held.fits(2.0, 16), "the allocator needs some"
     assert not held.fits(2.8, 0)
