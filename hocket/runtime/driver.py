@@ -110,7 +110,7 @@ class Cuda:
         self._how = _Attributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
         self._first, self._failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         self._of_all = (*(ctypes.addressof(one) for one in (self._how, self._first)), 1, ctypes.addressof(self._failed))
-        """Attributes, the first copy that has them, the number of both, and where a failed call writes which copy it was."""
+        """Attributes, the first copy that has them, their number, and where a failed call writes which copy it was."""
         self._write, self._wait, self._steps = (
             getattr(library, f"{name}_v2")
             for name in ("cuStreamWriteValue32", "cuStreamWaitValue32", "cuStreamBatchMemOp")
