@@ -34,7 +34,7 @@ from hocket.config.schema import annotated, asked, changed, types
 from hocket.config.train import TRAIN_RULES, TRAIN_WORDS
 from hocket.predict.hardware import hosts_of, spread_of
 from hocket.predict.tensor_costs import by_pieces
-from hocket.program.layer import MERGED, at_once, merged_order, order_problem
+from hocket.program.layer import MERGED, merged_order, order_problem, undeferred
 from hocket.program.ops import Layout
 from hocket.program.pipeline import groups, warmup
 from hocket.program.stages import layout_of
@@ -161,7 +161,7 @@ def missing(c: Config, setting: str) -> list[str]:
 
 def order_matters(text: str) -> bool:
     """Whether a layer order differs from the literature's where no weight gradient is deferred."""
-    return bool(order_problem(text)) or at_once(merged_order(text)) != at_once(MERGED["literature"])
+    return bool(order_problem(text)) or undeferred(merged_order(text)) != undeferred(MERGED["literature"])
 
 
 # ------------------------------------------------------------------------------------------------ rules about the step

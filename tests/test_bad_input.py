@@ -252,7 +252,7 @@ def test_a_hang_is_reported_by_every_rank_that_waits(tmp_path):
     assert f"rank 2 (process {workers[2]}) said nothing and was ended. fix: see runs/tiny/logs" in first
     for rank in (0, 1, 3):
         assert any(line.startswith(f"  | rank {rank}: stuck for ") for line in lines)
-    assert sum(line.startswith("  |   stands at op ") for line in lines) >= 1
+    assert sum(line.startswith("  |   is at op ") for line in lines) >= 1
     assert any(re.match(r"  \|   waits for .* for ranks? (\d, )*2\b", line) for line in lines), lines
     assert sum(line.startswith("  |   exchanges known to be over: ") for line in lines) >= 1
     assert not any(STATE in line for line in lines)

@@ -110,7 +110,7 @@ class DenseParts(LayerParts):
     def normed(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         return self.layer.before(x_BSD), x_BSD
 
-    def added(self, x_BSD: Tensor, more_BSD: Tensor, told: Any, kept: Routing | None = None) -> Any:
+    def added(self, x_BSD: Tensor, more_BSD: Tensor, documents: Any, kept: Routing | None = None) -> Any:
         return self.after(self.layer.after(x_BSD, more_BSD), kept)
 
     def after(self, state: Any, kept: Routing | None = None) -> Any:

@@ -22,8 +22,8 @@ from hocket.adapters.fused import fuse
 from hocket.adapters.layer import AdaptedChunk, DenseLayer, DenseParts, ExpertLayer, ExpertParts
 from hocket.config import Config
 from hocket.fsdp.saving.storage import listed
-from hocket.layers.standin import StandIn
-from hocket.model.documents import Told
+from hocket.layers.weight_proxy import WeightProxy
+from hocket.model.documents import Packing
 from hocket.model.heads import Heads
 from hocket.model.parts import ExpertPlace, cut_as
 from hocket.model.source import ChunkPlace, ModelSource
@@ -265,7 +265,7 @@ class AdaptedModel(ModelSource):
         memo = dict(self.buffers(place.device))
         for name, param in self.params.items():
             first, *rest = param.shape or (1,)
-            stand_in = StandIn.of(first // ep.size if ".experts." in name else first, *rest)
+            stand_in = WeightProxy.of(first // ep.size if ".experts." in name else first, *rest)
             if both and name.startswith(("embed.", "head.")):
                 stand_in = place.ends.setdefault(name, stand_in)
             memo[id(param)] = stand_in
@@ -310,7 +310,7 @@ def _remembered(ends: Ends) -> Callable[..., Any]:
     """
     known: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
-    def context(number: int, x_BSD: Tensor, places: Told | None = None) -> Any:
+    def context(number: int, x_BSD: Tensor, places: Packing | None = None) -> Any:
         made, key = known.setdefault(ends if places is None else places, {}), (x_BSD.shape, x_BSD.dtype, x_BSD.device)
         if key not in made:
             positions = () if places is None else (places.position_T.view(x_BSD.shape[:2]),)

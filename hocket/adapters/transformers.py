@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from hocket.adapters.fused import gate_of
 from hocket.adapters.layer import DenseLayer, ExpertLayer, Keep
 from hocket.adapters.source import AdaptedModel, Ends, refuse, refuse_dropout
-from hocket.layers.standin import grouped_linear
-from hocket.model.documents import Documents, Told
+from hocket.layers.weight_proxy import grouped_linear
+from hocket.model.documents import Documents, Packing
 from hocket.model.heads import Heads
 
 # -- Models of transformers whose sequences ranks or documents can share -----------------------------------------------
@@ -256,7 +256,7 @@ def _first(result: Any) -> Tensor:
 # Shapes: B sequences, S tokens of each on this rank, T tokens of this rank (B * S), D hidden, H query heads, K key and
 # value heads, N width of a head, F features of all heads.
 
-Telling = Callable[[Tensor, Told], Any]
+Telling = Callable[[Tensor, Packing], Any]
 """Gives what a layer is told, from hidden states and what is known of their tokens."""
 
 MASKLESS = "hocket_plan"
@@ -283,14 +283,14 @@ class SharedAttention(Heads):
     def __call__(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         return self.forward(h_BSD, documents)
 
-    def made(self, names: str, h_BSD: Tensor, told: Any) -> tuple[list[Tensor], None]:
-        made = [self._made(name, h_BSD, told) for name in names]
-        return made if told is None else [x.flatten(0, 1).unsqueeze(0) for x in made], None
+    def made(self, names: str, h_BSD: Tensor, documents: Any) -> tuple[list[Tensor], None]:
+        made = [self._made(name, h_BSD, documents) for name in names]
+        return made if documents is None else [x.flatten(0, 1).unsqueeze(0) for x in made], None
 
     def out(self, o_BSF: Tensor, gate_BSF: Tensor | None) -> Tensor:
         return self._module.o_proj(o_BSF)
 
-    def _made(self, name: str, h_BSD: Tensor, context: Told) -> Tensor:
+    def _made(self, name: str, h_BSD: Tensor, context: Packing) -> Tensor:
         """Queries `q`, keys `k` or values `v`; the first two with their norm and positions: [B, S, heads, N]."""
         made: Tensor = getattr(self._module, f"{name}_proj")(h_BSD)
         norm: Any = getattr(self._module, f"{name}_norm", None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from hocket.config import ModelConfig
-from hocket.program.documents import Attending, Lengths, of_windows, slower
+from hocket.program.documents import AttentionWork, Lengths, of_windows, slower
 from hocket.program.documents import keys as keys_met
 from hocket.program.ops import Layout
 from hocket.program.parts import END_UNITS, Mixer, Part, Unit
@@ -431,7 +431,7 @@ def mlp(s: Shapes) -> PartSize:
     return s.formulas.norm(d) + _gated(s, s.model.ffn) + PartSize(traffic=3 * d, grad=d)
 
 
-def attending(model: ModelConfig, seq: int) -> Attending:
+def attending(model: ModelConfig, seq: int) -> AttentionWork:
     """What all layers of a model do for documents in sequences of `seq` tokens."""
     layers = zip(model.deltas(), model.windows(), strict=True)
     return of_windows((window for delta, window in layers if not delta), seq, model.sinks)

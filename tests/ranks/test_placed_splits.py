@@ -135,21 +135,21 @@ def looks(rank: int) -> None:
     room = RowRoom(PLACED, groups, CPU)
     before = room.now
     assert before is not None
-    assert room.look() == 0
+    assert room.check_overflow() == 0
     before.needed.fill_(40 * rank)
-    assert (room.look(), room.look()) == (40, 0), "what was looked at is forgotten"
+    assert (room.check_overflow(), room.check_overflow()) == (40, 0), "what was looked at is forgotten"
     before.needed.fill_(40)
     room.forget()
-    assert room.look() == 0
+    assert room.check_overflow() == 0
 
     before.needed.fill_(40 * rank)
-    room.look()
+    room.check_overflow()
     with pytest.raises(ZeroDivisionError):
-        room.again(lambda: 1 // 0)
+        room.rerun(lambda: 1 // 0)
     assert room.now is before
     before.needed.fill_(40 * rank)
-    room.look()
-    assert room.again(lambda: room.now) is None
+    room.check_overflow()
+    assert room.rerun(lambda: room.now) is None
     assert room.lacked == 40
     assert room.now is not None
     assert room.now.capacity == rows_grown(PLACED, 40)
