@@ -19,7 +19,7 @@ SAME = 1.0
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
-def asking() -> list[int]:
+def stop_signals() -> list[int]:
     """The signals that stop a run. Under `nohup`, which ignores SIGHUP, a closed terminal does not."""
     stays = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *(() if stays else (signal.SIGHUP,))]
@@ -48,7 +48,7 @@ class StopRequest:
         return self.signal != 0
 
     def __enter__(self) -> StopRequest:
-        for number in asking():
+        for number in stop_signals():
             self._former[number] = signal.signal(number, self._arrived)
         return self
 
