@@ -33,7 +33,7 @@ from hocket.pretrained.families import FAMILIES, config_for
 from hocket.pretrained.folder import LARGEST, write_files
 from hocket.pretrained.weights import Group, ModuleFolder, Shape, is_pretrained, of_family, plain, written
 from hocket.runtime.weights import DTYPES as COMPUTED
-from hocket.step import PlannedStep, forget_updates
+from hocket.step import PlannedStep, reset_optimizer
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -147,7 +147,7 @@ def _of_step(step: PlannedStep) -> _Live:
     return _Live(
         model, state, dict(step.buffers), pieces, step.others, engine.device, COMPUTED[settings.precision.dtype],
         not dist.is_initialized() or dist.get_rank() == 0,
-        lambda flat: engine.groups.control.all_reduce(flat, "max").wait(), lambda: forget_updates(engine), groups,
+        lambda flat: engine.groups.control.all_reduce(flat, "max").wait(), lambda: reset_optimizer(engine), groups,
         write_config,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from hocket.config import Config
 from hocket.config.rule import leaf, problem, show
 from hocket.config.schema import BELOW, DEFAULTS, Implied, changed, meant_setting, no_unit, quoted, types
-from hocket.files import finite
+from hocket.files import regular_file
 from hocket.recipes import preset, recipe
 from hocket.typed import describe, is_a
 
@@ -291,7 +291,7 @@ def read(path: str) -> list[Entry]:
     """The keys of a file in their order. Raises ValueError for a file that cannot be read."""
     text = ""
     try:
-        text = finite(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        text = regular_file(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
         tree = tomllib.loads(text)
     except OSError as error:
         reason = error.strerror or "cannot be read"

@@ -27,14 +27,14 @@ from hocket.decision import AUTOMATIC
 from hocket.explain.explanation import FILE, Axis, Explanation, Overlap, Predicted, Row, State, Times, to_text
 from hocket.files import json_in
 from hocket.gpus import GPUS
-from hocket.planning import adapter_seconds, network, predict, program_of, rates, told_documents
+from hocket.planning import adapter_seconds, documents_note, network, predict, program_of, rates
 from hocket.predict.arrivals import arrival_bytes
 from hocket.predict.cost import CostTable, costs_of
 from hocket.predict.hardware import Hardware, hardware_of, hosts_of
 from hocket.predict.part_sizes import unit_weights
 from hocket.predict.simulate import KINDS, kind_of
 from hocket.predict.tensor_costs import by_pieces, model_of_rank
-from hocket.problems import harmless
+from hocket.problems import printable
 from hocket.program.mesh import P2P, PURPOSES, described, most_sms, mover_of
 from hocket.program.ops import UNITS, Program
 from hocket.program.shard import ALIGN
@@ -242,7 +242,7 @@ def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
         found = continued(short.found, step.found, periods)
         adapter = continued(short.adapter, step.adapter, periods)
         how = f"simulated with {few} and {more} microbatches, and continued to {count}"
-    told = told_documents(settings)
+    told = documents_note(settings)
     notes = [how, rates(settings, hardware), told and f"documents: {told}", network(settings, adapter, found.step)]
     notes += _in_fp8(settings, hardware, step)
     return replace(found, note="; ".join(filter(None, notes))), step
@@ -492,7 +492,7 @@ def read(name: str) -> tuple[dict[str, Any], str]:
     try:
         path = path / FILE if path.is_dir() else path
         found = json_in(path)
-        return found, harmless(str(found.pop("text")))
+        return found, printable(str(found.pop("text")))
     except OSError as error:
         reason, fix = f"cannot be read ({error.strerror})", f"the folder of a run, or its {FILE}"
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hocket.files import finite, inside, json_in
+from hocket.files import inside, json_in, regular_file
 from hocket.typed import is_a
 
 # -- mxfp4 -------------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class TensorFolder:
     @contextmanager
     def _open(self, file: str) -> Iterator[Any]:
         try:
-            with safe_open(finite(self.path / file), framework="pt") as opened:
+            with safe_open(regular_file(self.path / file), framework="pt") as opened:
                 yield opened
         except SafetensorError as error:
             raise ValueError(f"{self.path / file} is truncated or damaged ({error})") from None
@@ -160,7 +160,7 @@ class TensorFolder:
     def read(self, name: str, first: int = 0, count: int = -1) -> Tensor:
         """A tensor as it is stored, or `count` of its rows from row `first`; one of fp8 in fp32, and by its scales.
 
-        Raises ValueError for one that is not finite.
+        Raises ValueError for one that is not regular_file.
         """
         entry = self.entries[name]
         value = self._stored(name, first, count)

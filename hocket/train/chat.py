@@ -35,7 +35,7 @@ from typing import Any
 
 from hocket.config import BYTES, DataConfig
 from hocket.config.rule import show
-from hocket.files import finite, json_in
+from hocket.files import json_in, regular_file
 from hocket.train.documents import BadFileError, Marked
 
 ROLE = "assistant"
@@ -141,7 +141,7 @@ class Chats:
                     special = {k: _content(v) for k, v in found.items() if k.endswith("_token") and v}
                     content = _default(found.get("chat_template"))
                 else:
-                    content = finite(file).read_text(encoding="utf-8")
+                    content = regular_file(file).read_text(encoding="utf-8")
             except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
                 raise BadFileError(f"has chats, and {file} cannot be read ({_in_a_line(error)})", NAMING) from None
             source, name = (content, file) if content else (source, name)

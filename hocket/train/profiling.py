@@ -23,7 +23,7 @@ from hocket.engine import Engine, graphed
 from hocket.engine.graphed import Way
 from hocket.environment import processes
 from hocket.measured import describe as stored
-from hocket.measured import shortly
+from hocket.measured import trace_summary
 from hocket.model.transformer import parameter_counts
 from hocket.resolve import Settings
 from hocket.runtime.lanes import drain
@@ -245,7 +245,7 @@ class ProfileWindow:
             self._metrics.say(f"trace    {self.path(0).parent}: {steps} of {len(seen)} ranks{elsewhere}{self._how()}")
             try:
                 reader = self._reader.enter_context(processes(1, {}))  # in a process: ranks need not wait
-                self._reading = reader.submit(shortly, seen)
+                self._reading = reader.submit(trace_summary, seen)
             except OSError as error:
                 self._metrics.say(f"note     the traces cannot be read: {_first_line(error)}")
 

@@ -26,7 +26,7 @@ from hocket.program.documents import Dealt, as_read, deals, dealt, lengths_of, w
 from hocket.resolve import Settings
 from hocket.runtime.hangs import Watchdog
 from hocket.runtime.world import everyone
-from hocket.step import state_of, take
+from hocket.step import resume_from, state_of
 from hocket.train.checkpoint import (
     Moment,
     Restored,
@@ -125,7 +125,7 @@ class Trainer:
         state = self._state()
         restored = restore(settings, state, self.text.up_to)
         if restored is not None:
-            take(engine, state)
+            resume_from(engine, state)
         notes = make_place(settings, self._state()) if settings.train.kept["newest"] else []
         between = self.saves and 0 < settings.train.save_every < settings.train.steps
         copies, offloaded = (
