@@ -12,7 +12,7 @@ from typing import Any
 from hocket.config import Config
 from hocket.config.rule import leaf
 from hocket.config.schema import flat, types
-from hocket.predict.cost import carried_by
+from hocket.predict.cost import purpose_of
 from hocket.predict.hardware import KIND_OF_GROUPS
 from hocket.predict.simulate import cost_key
 from hocket.program.ops import COMPUTING, Program
@@ -55,7 +55,7 @@ def named(program: Program, pp_rank: int, tensors: bool) -> dict[str, Any]:
     ops = {}
     for op in program.ranks[pp_rank]:
         key = ("recv", op.part, "") if op.verb == "send" else cost_key(op, program.layout.kinds)
-        group = carried_by(key, program.layout)
+        group = purpose_of(key, program.layout)
         kind_group = (KIND_OF_GROUPS[group], group) if group else ("control", "") if op.verb == "step" else inside
         ops[str(op)] = [op.lane, *kind_group, op.layer]
     return {"lanes": list(program.layout.lanes), "computing": list(COMPUTING), "ops": ops}

@@ -10,8 +10,8 @@ from typing import Any
 
 from hocket.config import Config
 from hocket.predict.arrivals import arrival_bytes
-from hocket.predict.cost import CostTable, carried_by, costs_of, issued, once, overheads_of, varied
-from hocket.predict.hardware import LATENCY, Hardware, adapter_times, crossing, hardware_of
+from hocket.predict.cost import CostTable, costs_of, issued, once, overheads_of, packed_costs, purpose_of
+from hocket.predict.hardware import LATENCY, Hardware, across_hosts, adapter_times, hardware_of
 from hocket.predict.part_sizes import attending
 from hocket.predict.simulate import Timeline, cost_key, ends_step, simulate
 from hocket.program.documents import Lengths, as_read, by_documents, deals, dealt, merged, works_of
@@ -34,7 +34,7 @@ def predict(settings: Settings, program: Program, hardware: Hardware) -> Timelin
     """When every op of the program would run on the given hardware."""
     costs, packed = costs_of(settings, hardware), documents_of(settings)
     if packed:
-        costs = varied(costs, settings, hardware, packed)
+        costs = packed_costs(costs, settings, hardware, packed)
     return simulate(program, costs, overheads_of(settings, hardware, costs.table))
 
 
@@ -90,7 +90,7 @@ def network(settings: Settings, busy: float = 0.0, step: float = 0.0) -> str:
     Empty for a single host. Rates count all bytes that a rank receives, from its own host and from others. `busy` are
     the `adapter_seconds` of a step, and `step` its seconds; both are 0 if unknown.
     """
-    wide, given = crossing(settings), settings.network
+    wide, given = across_hosts(settings), settings.network
     if not wide:
         return ""
     hardware = hardware_of(settings)
@@ -120,7 +120,7 @@ def adapter_seconds(settings: Settings, program: Program, costs: CostTable) -> f
     if not each:
         return 0.0
     seconds = {
-        key: cost.wire_bytes * each.get(carried_by(key, program.layout) or "control", 0.0)
+        key: cost.wire_bytes * each.get(purpose_of(key, program.layout) or "control", 0.0)
         + cost.inner_bytes * each.get("tp", 0.0)
         for key, cost in costs.table.items()
     }

@@ -26,7 +26,7 @@ from hocket.config.rule import Host, Rule, leaf, problem, show
 from hocket.config.schema import DEFAULTS, Implied, changed, impossible, source, types
 from hocket.decision import Choice, Decision
 from hocket.gpus import GPUS, GpuName, gpu_named, is_slice, nearest
-from hocket.predict.hardware import hardware_of, kept_file, read_measured
+from hocket.predict.hardware import hardware_of, measured_file, read_measured
 from hocket.problems import stop_if
 from hocket.rules import (
     CHECKS,
@@ -392,9 +392,9 @@ def _table_gpu(device: str, h: Host) -> tuple[GpuName, str]:
 
 def _kept(h: Host, gpu: str) -> str:
     """The file of rates measured for this host's GPUs, if all ranks run on them and it fits `gpu`; else empty."""
-    if len(h.kinds) != 1 or h.local_workers != h.workers or not kept_file(h.kinds[0]).is_file():
+    if len(h.kinds) != 1 or h.local_workers != h.workers or not measured_file(h.kinds[0]).is_file():
         return ""
-    path = str(kept_file(h.kinds[0]))
+    path = str(measured_file(h.kinds[0]))
     return path if read_measured(path).gpu == gpu else ""
 
 

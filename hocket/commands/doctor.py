@@ -10,7 +10,7 @@ from hocket.commands.options import Parser
 from hocket.doctor.checks import examine, exit_code, look, to_json, to_text
 from hocket.doctor.measure import measure, report
 from hocket.environment import find_gpus
-from hocket.predict.hardware import kept_file
+from hocket.predict.hardware import measured_file
 from hocket.variables import passed
 
 PARSER = Parser("doctor", "Checks environment and hardware. The exit code is 1 if there is something to mend.")
@@ -37,7 +37,7 @@ def run(words: list[str]) -> int:
 def _measure() -> int:
     """Keep the rates of this host's GPUs, and print where."""
     found = measure(find_gpus(), os.environ)
-    target = kept_file(found.device)
+    target = measured_file(found.device)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(found.to_json())

@@ -20,7 +20,7 @@ from hocket.fsdp.saving.background import copied_bytes
 from hocket.model.context import imbalance_of
 from hocket.model.documents import Microbatch, documents_of, to_device
 from hocket.model.transformer import parameter_counts
-from hocket.predict.arrivals import lack
+from hocket.predict.arrivals import overflow_note
 from hocket.predict.part_sizes import attending
 from hocket.program.documents import Dealt, as_read, deals, dealt, lengths_of, works_of
 from hocket.resolve import Settings
@@ -247,7 +247,7 @@ class Trainer:
         lr = learning_rate(self.step, settings.train)
         result = engine.train_step(microbatches, lr)
         if result.lacked:
-            metrics.say(f"step {self.step + 1} {lack(settings, result.lacked, result.grown)}")
+            metrics.say(f"step {self.step + 1} {overflow_note(settings, result.lacked, result.grown)}")
         agreed = engine.agree(result.loss, result.loads, stop.signal, result.imbalance)
         self.step += 1
         self.position += settings.batch
@@ -336,7 +336,7 @@ class Trainer:
             total, learnt = total + self.engine.agree(loss).loss * count, learnt + count
             room = self.engine.room
             if room.lacked:
-                metrics.say(f"validation {batch + 1} {lack(self.settings, room.lacked, room.now is not None)}")
+                metrics.say(f"validation {batch + 1} {overflow_note(self.settings, room.lacked, room.now is not None)}")
         return total / max(learnt, 1), learnt
 
     def _state(self) -> State:
