@@ -15,7 +15,7 @@ from hocket.config import BYTE_VOCAB, BYTES, Config, DataConfig, ModelConfig, Pr
 from hocket.config.load import given
 from hocket.config.load import written as toml_of
 from hocket.config.rule import Host, problem, show
-from hocket.config.schema import changed, flat, impossible, types, unseen
+from hocket.config.schema import changed, flat, impossible, types, unprintable
 from hocket.model.tokenizer import FILE, ends_of, known_tokenizer, load_tokenizer, tokenizer_file
 from hocket.problems import stop_if
 from hocket.rules import broken, rule_lines
@@ -312,7 +312,7 @@ def run_import(words: list[str]) -> int:
         raise ValueError(f"{target} (command line): not a TOML file; fix: hocket import DIR FILE.toml")
     if Path(target).exists():
         raise ValueError(f"{target} (command line): is there already; fix: another name, or remove it")
-    if unseen(folder):
+    if unprintable(folder):
         raise ValueError(f"{show(folder)} (command line): has a character that cannot be shown; fix: rename the folder")
     from hocket.model.source import open_weights  # imports torch
     from hocket.pretrained.families import model_of, read_config
