@@ -1,4 +1,4 @@
-"""`hocket doctor`: whether this host is fit for overlap."""
+"""`hocket doctor`: whether this host's environment and hardware suit overlap."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOW.add_argument(
 
 
 def run(words: list[str]) -> int:
-    """Print the findings, and return 1 if there is something to mend."""
+    """Print the findings. Returns 1 if one needs a fix."""
     options = PARSER.read(words)
     if options.measure:
         return _measure()
@@ -35,7 +35,7 @@ def run(words: list[str]) -> int:
 
 
 def _measure() -> int:
-    """Keep the rates of this host's GPUs, and print where."""
+    """Measure and store the rates of this host's GPUs, and print the file's name."""
     found = measure(find_gpus(), os.environ)
     target = measured_file(found.device)
     try:
