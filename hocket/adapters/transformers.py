@@ -256,13 +256,8 @@ def _first(result: Any) -> Tensor:
 # Shapes: B sequences, S tokens of each on this rank, T tokens of this rank (B * S), D hidden, H query heads, K key and
 # value heads, N width of a head, F features of all heads.
 
-<<<<<<< HEAD
 Telling = Callable[[Tensor, Packing], Any]
-"""Gives what a layer is told, from hidden states and what is known of their tokens."""
-=======
-Telling = Callable[[Tensor, Told], Any]
 """Returns a layer's context, given hidden states and what is known about their tokens."""
->>>>>>> words2
 
 MASKLESS = "hocket_plan"
 """The name of an attention that transformers does not know, and therefore makes no masks for."""

@@ -429,13 +429,8 @@ def mlp(s: Shapes) -> PartSize:
     return s.formulas.norm(d) + _gated(s, s.model.ffn) + PartSize(traffic=3 * d, grad=d)
 
 
-<<<<<<< HEAD
 def attending(model: ModelConfig, seq: int) -> AttentionWork:
-    """What all layers of a model do for documents in sequences of `seq` tokens."""
-=======
-def attending(model: ModelConfig, seq: int) -> Attending:
     """The attention work of all layers of a model, for documents in sequences of `seq` tokens."""
->>>>>>> words2
     layers = zip(model.deltas(), model.windows(), strict=True)
     return of_windows((window for delta, window in layers if not delta), seq, model.sinks)
 
