@@ -1,4 +1,4 @@
-"""Models that others wrote, in hocket's planned step: see docs/models.md."""
+"""Other people's models in hocket's planned step: see docs/models.md."""
 
 from hocket.layers.weight_proxy import grouped_linear
 

@@ -54,15 +54,6 @@ class Pieces:
         starts = [*(start for start, _ in self.runs), self.size]
         return tuple((lo, hi) for lo, hi in zip(ends, starts, strict=True) if lo < hi)
 
-    def of(self, whole: Tensor, rank: int) -> Iterator[tuple[Tensor, slice]]:
-        """(view of a chunk of `rank` in the buffer, its range in the shard)."""
-        if self.world == 1:
-            yield whole, slice(0, self.size)
-            return
-        for start, length in self.bounds:
-            first = self.world * start + rank * length
-            yield whole[first : first + length], slice(start, start + length)
-
     def tensors(self, whole: Tensor) -> Iterator[tuple[Tensor, slice]]:
         """(view of all ranks' chunks of a tensor in the buffer, the range of one in the shard)."""
         for start, length in self.bounds:

@@ -10,7 +10,7 @@ import pytest
 
 from hocket.config import Config, MeshConfig
 from hocket.measured import named
-from hocket.predict.cost import Pricing, carried_by
+from hocket.predict.cost import Pricing, purpose_of
 from hocket.predict.hardware import H200
 from hocket.predict.part_sizes import PartSize, unit_weights
 from hocket.predict.simulate import OpCost, Time, simulate
@@ -187,10 +187,10 @@ def test_layers_of_ones_own_are_priced_by_their_sizes() -> None:
 def test_what_groups_are_for_is_said_by_the_parts_that_communicate() -> None:
     own = LayerKind("mean", tuple(replace(p, purpose="reduce_dense") if p.communicates else p for p in three().parts))
     there = layout(kinds=("mean", "ring"), types=(own, ring()))
-    assert carried_by(("fwd", "move", "mean"), there) == "reduce_dense"
-    assert carried_by(("bwd", "spread", "ring"), there) == "a2a"
-    assert carried_by(("gather", "experts", "ring"), there) == "gather_experts"
-    assert {carried_by(("fwd", part, kind), there) for part, kind in (("two", "mean"), ("embed", ""))} == {None}
+    assert purpose_of(("fwd", "move", "mean"), there) == "reduce_dense"
+    assert purpose_of(("bwd", "spread", "ring"), there) == "a2a"
+    assert purpose_of(("gather", "experts", "ring"), there) == "gather_experts"
+    assert {purpose_of(("fwd", part, kind), there) for part, kind in (("two", "mean"), ("embed", ""))} == {None}
     program = build_program(there, 3, planned(merge="on"), Sharding(2, 2))
     told = plan_of(named(program, 0, tensors=False))
     rows = {" ".join(name.split()[:2]): row[:3] for name, row in told.ops.items()}
