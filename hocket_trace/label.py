@@ -71,7 +71,7 @@ _OP_CLASS = _patterns(
 """Torch op -> class; the first match counts."""
 
 _NAME_CLASS = _patterns(
-    ("copy", r"^Mem(cpy|set)|^_(take_rows|cast_rows|transposed)"),
+    ("copy", r"^Mem(cpy|set)|^_(take_rows|cast_rows|transposed|place_shard)$"),
     (
         "indexing",
         r"^_(lay_out_blocks|pair_(counts|rows)|(read|write)_labels|label_grads|spread|total(_backward)?|weights)$",

@@ -89,7 +89,7 @@ def launch(
 
 
 @triton.jit
-def _place(
+def _place_shard(
     shard, whole, packed, table, low, high, start, size: tl.constexpr, aligned: tl.constexpr, pack: tl.constexpr
 ):
     block = tl.program_id(0).to(tl.int64) + start
@@ -110,7 +110,7 @@ def place(shard_S: Tensor, own: Own, high: int, packed: Tensor | None = None) ->
     table, (start, stop), aligned = _blocks(pieces, rank, low, high, whole.device)
     if stop > start:
         into = whole if packed is None else packed
-        _place[(stop - start,)](
+        _place_shard[(stop - start,)](
             shard_S, whole, into, table, low, high, start, BLOCK, aligned, packed is not None, num_warps=4
         )
 
