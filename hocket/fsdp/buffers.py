@@ -51,16 +51,13 @@ class FullBuffer:
 
     @property
     def nbytes(self) -> int:
-        return sum(size for _, size in self._storages.values())
-
-    @property
-    def allocated(self) -> bool:
-        return all(storage.nbytes() == size for storage, size in self._storages.values())
+        """Allocated bytes."""
+        return sum(storage.nbytes() for storage, _ in self._storages.values())
 
     @property
     def addresses(self) -> set[int]:
-        """Where its memory begins, while it is allocated."""
-        return {storage.data_ptr() for storage, size in self._storages.values() if size} - {0}
+        """Where its memory begins, if it is allocated."""
+        return {storage.data_ptr() for storage, _ in self._storages.values()} - {0}
 
     def allocate(self) -> None:
         for storage, size in self._storages.values():

@@ -89,7 +89,7 @@ class DTensorLayout:
 
 def _shown(spec: DTensorSpec, data: Collection[int], local: Tensor) -> Tensor:
     """The DTensor that modules compute with. Its gradients are not summed over `data` axes. See Note: [Two meshes]."""
-    here = replace(spec, tensor_meta=TensorMeta(spec.shape, spec.stride, local.dtype))
+    here = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(spec.shape, spec.stride, local.dtype))
 
     def back(grad: DTensor) -> Tensor:
         found = zip(grad.placements, spec.placements, strict=True)

@@ -608,6 +608,6 @@ class ShardContext:
             surprises=self.ahead.surprises,
             exceeded=self._residency.exceeded,
             shard_bytes=sum(group.nbytes for group in groups),
-            full_bytes=sum(b.nbytes for unit in self.units for b in unit.full.values() if b.allocated),
+            full_bytes=sum(b.nbytes for unit in self.units for b in unit.full.values()),
             staging_bytes=sum(one.nbytes for one in set(self._staging.values())),
         )
