@@ -22,7 +22,9 @@ from torch import Tensor
 from benchmarks.options import arguments
 from benchmarks.ranks import join
 from benchmarks.record import write
-from hocket.kernels.sums import PROGRAMS, launch
+from hocket.fsdp.layout import FlatLayout
+from hocket.kernels.pieces import Own
+from hocket.kernels.sums import PROGRAMS, launch, place
 from hocket.program.mesh import Mesh
 from hocket.runtime.comm import Groups, make_groups
 
@@ -49,14 +51,15 @@ class Unit:
     total: int = field(init=False)
 
     def __post_init__(self) -> None:
-        numel, multiple = sum(rows * columns for rows, columns in SHAPES), self.world * 64
-        self.total = -(-numel // multiple) * multiple
+        layout = FlatLayout.build([(str(n), shape) for n, shape in enumerate(SHAPES)], self.world)
+        self.total = layout.total
         numbers: dict[str, Any] = {"device": self.device, "dtype": torch.bfloat16}
         self.full = torch.empty(self.total, **numbers).normal_(std=0.02)
         self.shard = self.full.view(self.world, -1)[dist.get_rank()]
         self.grads = torch.empty(self.total, **numbers).normal_(std=0.02)
         self.parts = torch.empty(self.world, self.total // self.world, **numbers).normal_(std=0.02)
         self.into = torch.zeros(self.total // self.world, device=self.device)
+        self.own = Own(dist.get_rank(), self.full, layout.pieces)
 
     @property
     def bus_bytes(self) -> float:
@@ -72,6 +75,14 @@ class Unit:
     def add(self, programs: int) -> Call:
         """The local sum."""
         return lambda: launch(self.parts, self.into, 1 / self.world, programs=programs)
+
+    def add_chunks(self, programs: int) -> Call:
+        """The same with this rank's part of each weight in the buffer."""
+        return lambda: launch(self.parts[1:], self.into, 1 / self.world, own=self.own, programs=programs)
+
+    def place(self) -> Call:
+        """Cast an fp32 shard into the buffer and for its peers."""
+        return lambda: place(self.into, self.own, len(self.into), self.parts[0])
 
 
 class Products:
@@ -163,6 +174,8 @@ def measure_alone(unit: Unit, clock: Clock) -> dict[str, Any]:
         "gather": {name: moved(unit.gather(name), unit.bus_bytes) for name in unit.groups},
         "reduce": {name: moved(unit.reduce(name), unit.bus_bytes) for name in unit.groups},
         "sum": {programs: moved(unit.add(programs), summed) for programs in SWEEP},
+        "sum of chunks": {programs: moved(unit.add_chunks(programs), summed) for programs in SWEEP},
+        "place": moved(unit.place(), 2 * unit.into.nbytes),
     }
 
 
@@ -197,9 +210,13 @@ def show(result: dict[str, Any]) -> None:
     for name in ("gather", "reduce"):
         for transport, found in result["alone"][name].items():
             print(f"{name:8} {transport:12} {1e3 * found['seconds']:7.3f} ms  {found['gb_per_s']:6.0f} GB/s")
-    for programs, found in result["alone"]["sum"].items():
-        mark = "  <- default" if programs == PROGRAMS else ""
-        print(f"sum, {programs:4} programs    {1e3 * found['seconds']:7.3f} ms  {found['gb_per_s']:6.0f} GB/s{mark}")
+    for name in ("sum", "sum of chunks"):
+        for programs, found in result["alone"][name].items():
+            mark = "  <- default" if programs == PROGRAMS else ""
+            times = f"{1e3 * found['seconds']:7.3f} ms  {found['gb_per_s']:6.0f} GB/s{mark}"
+            print(f"{name + ',':14} {programs:4} programs {times}")
+    found = result["alone"]["place"]
+    print(f"place                        {1e3 * found['seconds']:7.3f} ms  {found['gb_per_s']:6.0f} GB/s")
     print(f"products alone: {result['beside']['tflop_per_s']:.0f} TFLOP/s")
     for name, found in result["beside"]["cases"].items():
         print(f"beside {name:42} {1e3 * found['seconds']:7.2f} ms  tax {found['tax']:6.1%}")

@@ -21,7 +21,7 @@ from hocket.config import Config
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import program_of, slowest_ranks
-from hocket.predict.cost import costs_of, overheads_of, varied
+from hocket.predict.cost import costs_of, overheads_of, packed_costs
 from hocket.predict.hardware import hardware_of
 from hocket.predict.simulate import simulate
 from hocket.program.documents import Lengths, lengths_of
@@ -60,7 +60,7 @@ def gain(settings: Settings) -> float:
 
     def seconds(sequences: Sequence[Lengths], packing: str) -> float:
         slowest = slowest_ranks(changed(settings, {"data.packing": packing}), sequences)  # without it as they are read
-        return float(simulate(program, varied(whole, settings, hardware, slowest), overheads).makespan)
+        return float(simulate(program, packed_costs(whole, settings, hardware, slowest), overheads).makespan)
 
     found = 0.0
     for step in range(STEPS):

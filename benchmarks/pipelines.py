@@ -118,14 +118,14 @@ class Bench:
     def step(self, name: str, microbatches: Sequence[Microbatch]) -> list[float]:
         """One step of a plan. Returns the losses of its microbatches, if this rank has them."""
         executor = self.executors[name]
-        losses = executor.run(self.engine.weighed(microbatches, executor))
+        losses = executor.run(self.engine.with_loss_weights(microbatches, executor))
         return [loss.item() for loss in losses]
 
     def block(self, name: str, microbatches: Sequence[Microbatch], timer: Timer, steps: int) -> list[float]:
         """Seconds of steps of a plan on the slowest rank, without the first."""
         executor = self.executors[name]
         run: Callable[[Sequence[Microbatch]], object] = executor.run
-        microbatches = self.engine.weighed(microbatches, executor)
+        microbatches = self.engine.with_loss_weights(microbatches, executor)
         return slowest(timer.steps(lambda: run(microbatches), steps + 1))[1:]
 
 

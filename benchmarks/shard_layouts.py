@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m benchmarks.shard_layouts
 
 A rank keeps whole rows of each parameter, so its shard has one place in the gathered buffer for each parameter
-(`runtime/pieces.py`). The same bytes as one slice would be one NCCL call, or one copy for each peer. Measured alone, on
+(`kernels/pieces.py`). The same bytes as one slice would be one NCCL call, or one copy for each peer. Measured alone, on
 NCCL and on copy engines, by the host's and the device's time, for units of Llama-3 8B, Qwen3-30B-A3B and T5-large. Both
 layouts must give the same numbers. Writes benchmarks/results/shard_layouts.json.
 """
@@ -23,9 +23,9 @@ from benchmarks.options import arguments
 from benchmarks.ranks import join
 from benchmarks.record import write
 from hocket.fsdp.layout import FlatLayout
+from hocket.kernels.pieces import Pieces
 from hocket.program.mesh import Mesh
 from hocket.runtime.comm import Group, make_groups
-from hocket.runtime.pieces import Pieces
 
 UNITS: dict[str, tuple[tuple[int, int], ...]] = {
     "a layer of Llama-3 8B": (

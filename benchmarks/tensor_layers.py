@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.config.overlap import COLUMNS, ROLES, Method, possible
 from hocket.layers.norms import rms_norm
-from hocket.layers.tensor import Arriving, Tensors, Way, column_linear, row_linear
+from hocket.layers.tensor import Arriving, TensorParallel, Way, column_linear, row_linear
 from hocket.model.layers import swiglu
 from hocket.program.mesh import Mesh
 from hocket.runtime.comm import CommOptions, Group, make_groups
@@ -57,7 +57,7 @@ def tried(role: str, direction: str, size: int) -> list[Case]:
 
 
 @dataclass(frozen=True)
-class Alone(Tensors):
+class Alone(TensorParallel):
     """Tensor-parallel ranks among whom nothing moves: tokens of others are random, sums are this rank's alone."""
 
     everyones: dict[torch.Size, Tensor] = field(default_factory=dict)
@@ -84,15 +84,15 @@ class Bench:
         self.rank, self.size, self.device, self.tokens, self.rounds = rank, world, device, tokens, rounds
         options = CommOptions(timeout=60.0, tokens=tokens * widest * 2)
         self.groups = make_groups(Mesh(tp=world), rank, device, "nccl", options)
-        self.ours = Tensors.of(self.groups.tp, device)
+        self.ours = TensorParallel.of(self.groups.tp, device)
         own = dist.group.WORLD
         assert own is not None
         ranks = tuple(range(world))
         plain = Group("plain", ranks, rank, Nccl(own, ranks, device))
-        self.plain = Tensors(plain, self.ours.side, self.ours.twin)
-        self.alone = Alone(plain, self.ours.side, self.ours.twin)
+        self.plain = TensorParallel(plain, self.ours.side, self.ours.second_queue)
+        self.alone = Alone(plain, self.ours.side, self.ours.second_queue)
 
-    def use(self, case: Case) -> Tensors:
+    def use(self, case: Case) -> TensorParallel:
         """The group of a case."""
         if case.group == "ours":
             return self.ours
@@ -152,9 +152,9 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def linear(role: str, x: Tensor, weight: Tensor, tensors: Tensors, way: Way) -> Tensor:
+def linear(role: str, x: Tensor, weight: Tensor, tp: TensorParallel, way: Way) -> Tensor:
     """The layer of a role."""
-    return column_linear(x, (weight,), tensors, way)[0] if role in COLUMNS else row_linear(x, weight, tensors, way)
+    return column_linear(x, (weight,), tp, way)[0] if role in COLUMNS else row_linear(x, weight, tp, way)
 
 
 def managed(name: str, value: Tensor) -> tuple[nn.Parameter, Tensor]:
@@ -246,11 +246,11 @@ class Layer:
         self.x = bench.new(bench.tokens // size, d).requires_grad_()
         self.g = bench.new(bench.tokens // size, d)
 
-    def forward(self, tensors: Tensors, ways: Mapping[str, Way]) -> Tensor:
+    def forward(self, tp: TensorParallel, ways: Mapping[str, Way]) -> Tensor:
         c, size = self.model, self.bench.size
 
         def apply(role: str, x: Tensor) -> Tensor:
-            return linear(role, x, self.weights[role], tensors, ways[role])
+            return linear(role, x, self.weights[role], tp, ways[role])
 
         qkv = apply("qkv", rms_norm(self.x, self.norms[0], c.norm_eps))
         heads, keys = c.heads // size, max(1, c.kv_heads // size)

@@ -1,6 +1,6 @@
-"""Training whose communication costs nothing: the optimizer step is a plan, written down as data before it runs.
+"""Training whose communication is hidden: an optimizer step is a plan, written down as data before it runs.
 
-A plan lists, for every rank, all that a step does: gathers of sharded weights, reductions of gradients, expert
+A plan lists everything that each rank does in a step: gathers of sharded weights, reductions of gradients, expert
 all-to-alls, pipeline sends, deferred weight gradients. It is checked for deadlocks and races, simulated, drawn, run.
 
     import hocket
@@ -8,24 +8,24 @@ all-to-alls, pipeline sends, deferred weight gradients. It is checked for deadlo
     step = hocket.plan("moe_8gpu")                       # needs no GPU
     hocket.check(step)                                   # [] if nothing is wrong
     hocket.simulate(step).makespan                       # predicted seconds
-    print(hocket.draw(step))                             # what runs beside what, on every lane of every rank
+    print(hocket.draw(step))                             # what overlaps with what, on every lane of every rank
 
     step = hocket.plan_model(model, {"mesh.dp": 8})      # a model of transformers, or your own
     loss, norm = step((ids, targets))                    # one optimizer step
 
-    hocket.fully_shard(model, units=Block)               # any module, under a loop of your own, without a plan
+    hocket.fully_shard(model, units=Block)               # any module, in your own training loop, without a plan
 
 plan            a step of hocket's own transformer: settings, decisions and program; `.start()` makes it train
 plan_model      the same for a model of your own
-check           every broken rule of a step, with the ops involved
-simulate        when each op would run, what is exposed, and how much memory it takes
-draw            the predicted timeline as text, SVG or a page
-fully_shard     shards the weights of any module; ShardOptions, Precision and clip_grad_norm_ go with it
-context_parallel  has ranks share the sequences of a model of transformers
-checkpoint      saving and loading what `fully_shard` has sharded, on any number of ranks
-sharding        what else belongs to `fully_shard`: parameter groups, the update beside gathers, placement
+check           every rule that a step breaks, with the ops involved
+simulate        when each op would run, what is exposed, and the memory it takes
+draw            the predicted timeline as text, SVG or an HTML page
+fully_shard     shards the weights of any module; used with ShardOptions, Precision and clip_grad_norm_
+context_parallel  shards the sequences of a model of transformers over ranks
+checkpoint      saves and loads what `fully_shard` has sharded, on any number of ranks
+sharding        other names for `fully_shard`: parameter groups, updates that overlap gathers, placement
 
-Names are loaded when they are first used: torch is needed by those that run, and by no other.
+Names are loaded on first use, so only those that run a model import torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = [
     "simulate",
 ]
 
-_HOMES = {
+_MODULES = {
     "Precision": "fsdp.options",
     "ShardOptions": "fsdp.options",
     "check": "planned",
@@ -68,15 +68,15 @@ _HOMES = {
     "plan_model": "adapters.step",
     "simulate": "planned",
 }
-"""Name -> the file that has it. The others are modules."""
+"""Name -> the module that defines it. `checkpoint` and `sharding` are modules themselves."""
 
 
 def __getattr__(name: str) -> Any:
     if name in ("checkpoint", "sharding"):
         return import_module(f"hocket.{name}")
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'hocket' has no attribute {name!r}")
-    return getattr(import_module(f"hocket.{_HOMES[name]}"), name)
+    return getattr(import_module(f"hocket.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

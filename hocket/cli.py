@@ -1,6 +1,6 @@
 """The command line: `hocket train`, `hocket plan` and the other commands of `commands/`.
 
-It imports torch only after it has checked the command and its settings, so help and mistakes answer at once.
+It imports torch only after it has checked the command and its settings, so help and mistakes are answered at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-from hocket.problems import harmless
+from hocket.problems import printable
 
 COMMANDS = {
     "train": "train.run",
@@ -33,10 +33,10 @@ COMMANDS = {
     "eval": "models.run_eval",
     "help": "help.run",
 }
-"""Command -> the function `words -> exit code` of a module of `commands/`. Those without one are begun here."""
+"""Command -> the function `words -> exit code` in a module of `commands/`. `run` handles those without one."""
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-"""The checkout, where hocket runs from one."""
+"""The root of the checkout, if hocket runs from one."""
 
 USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C saves and ends, the same command continues
        hocket plan RECIPE [--setting value ...]    show the step that would run, and what it would cost
@@ -62,28 +62,28 @@ HOCKET_DEBUG=1 shows tracebacks."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 done, 1 the run failed, 2 the command or its settings make no sense."""
+    """Run the command line and exit: 0 success, 1 the run failed, 2 the command or its settings are wrong."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack a character: do not fail
         sys.stdout.reconfigure(errors="replace")
     try:
         code = run(words)
-        sys.stdout.flush()  # notices a closed pipe here, not when Python ends
+        sys.stdout.flush()  # detects a closed pipe here, not at exit
     except ValueError as error:
         if os.environ.get("HOCKET_DEBUG") == "1":
             traceback.print_exc()
-        print(f"hocket: {harmless(str(error))}", file=sys.stderr)
+        print(f"hocket: {printable(str(error))}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     sys.exit(code)
 
 
 def run(words: list[str]) -> int:
-    """One command. Returns the exit code; raises ValueError for mistakes that the user can fix."""
+    """Run one command. Returns the exit code; raises ValueError for mistakes that the user can fix."""
     if not words or words[0] in ("-h", "--help") or words == ["help"]:
         print(USAGE)
         return 0 if words else 2
@@ -103,7 +103,7 @@ def run(words: list[str]) -> int:
 
 
 def _bench(words: list[str]) -> int:
-    """Measure a step against other programs, with what the folder `benchmarks` of a checkout has."""
+    """Benchmark a step against other programs, using the folder `benchmarks` of a checkout."""
     if not (CHECKOUT / "benchmarks" / "bench" / "command.py").exists():
         reason = "benchmarks are not installed with hocket"
         raise ValueError(f"bench (command line): {reason}; fix: run it in a checkout, set up by make setup")
@@ -112,7 +112,7 @@ def _bench(words: list[str]) -> int:
 
 
 def _version(package: str) -> str:
-    """As its installation says, which needs no import; a bare checkout has none."""
+    """The version in the package's metadata, which needs no import; a bare checkout has none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

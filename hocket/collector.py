@@ -1,10 +1,10 @@
-"""Keeps Python's garbage collector out of steps, and out of plans.
+"""Keeps Python's garbage collector out of training steps and of planning.
 
 Note: [Garbage waits for all ranks]
-The collector starts when it has counted enough new objects: in the middle of a step, on every rank at another time,
-and walks through all objects that there are. Where the host is just ahead of its GPU, the GPU then waits, and all
-other ranks for it. A step leaves no cycles of objects that hold tensors (`tests/ranks/test_collection.py`), so
-the collector can wait, and run on all ranks at once.
+The collector starts once it has counted enough new objects: in the middle of a step, at a different time on every rank,
+and it visits all objects. If the host is only just ahead of its GPU, the GPU then waits, and all other ranks wait for
+it. A step leaves no reference cycles that hold tensors (`tests/ranks/test_collection.py`), so collection can be
+deferred, and run on all ranks at the same step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EVERY = 50
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Inside, the garbage collector runs only when it is asked to, and never visits objects that exist already."""
+    """Inside, garbage is collected only explicitly, and objects that existed before are never visited."""
     enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
@@ -29,21 +29,21 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-        gc.unfreeze()  # of all: what stays frozen is never freed if it is part of a cycle, as engines are
+        gc.unfreeze()  # else cycles among frozen objects, such as engines, are never freed
 
 
 def collect_after(step: int) -> None:
-    """Collect what `EVERY` steps have left behind, if that many are over."""
+    """Collect garbage every `EVERY` steps."""
     if step % EVERY == 0:
         gc.collect()
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Pause the collector, for a block or as a decorator for a function; what was paused before stays so.
+    """Pause the collector, for a block or, as a decorator, for a function. Nests.
 
-    A plan is many small tuples, none of which is part of a circle. The collector would walk through all of them again
-    and again, for up to a third of the time in which plans are built and simulated.
+    A plan is many small tuples without reference cycles. The collector would visit all of them again and again, for up
+    to a third of the time of planning and simulating.
     """
     ran = gc.isenabled()
     gc.disable()

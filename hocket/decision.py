@@ -1,4 +1,4 @@
-"""What the resolver says about a setting: what it became, who wanted that, why, and what would be otherwise."""
+"""The resolver's decision about a setting: the value, what was asked for, the reasons, and a fix."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from hocket.config.rule import show
 
 AUTOMATIC = "auto"
-"""The source of what hocket chose because the configuration left it open."""
+"""The source of a value that hocket chose because the configuration left it open."""
 
 Choice = tuple[str, object, str | tuple[str, ...]]
-"""Setting, value, reason or reasons: what becomes a decision."""
+"""Setting, value, and one or several reasons, from which a decision is made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +21,15 @@ class Decision:
     setting: str
     """Dotted name, such as `overlap.ep.merge`."""
     value: Any
-    """What it became."""
+    """The resulting value."""
     asked: Any = AUTOMATIC
-    """What the configuration said: `auto` (or an empty text) where it left the choice open."""
+    """The configured value: `auto` (or an empty text) if the configuration left the choice open."""
     source: str = AUTOMATIC
-    """Where `asked` came from, such as `run.toml:6` or `recipe tiny`; `auto` where the choice was left open."""
+    """Where `asked` was set, such as `run.toml:6` or `recipe tiny`; `auto` if the choice was left open."""
     reasons: tuple[str, ...]
-    """Why, all of them."""
+    """All reasons."""
     fix: str = ""
-    """What would make `asked` possible, or give the setting an effect; empty if there is nothing to mend."""
+    """What would make `asked` possible, or give the setting an effect; empty if nothing needs fixing."""
 
     given_up: bool = False
     """Whether `asked` could not be met and the run goes on without it."""
@@ -41,16 +41,16 @@ class Decision:
 
     @property
     def unmet(self) -> bool:
-        """Whether something was asked for that did not happen."""
+        """Whether a request was not met."""
         return self.given_up or (self.asked not in (AUTOMATIC, "") and self.asked != self.value)
 
     @property
     def chosen(self) -> bool:
-        """Whether hocket chose the value, rather than remarking on one."""
+        """Whether hocket chose the value; false for a remark."""
         return self.given_up or self.asked in (AUTOMATIC, "")
 
     def as_json(self) -> dict[str, Any]:
-        """Every field, for machines."""
+        """Every field, as JSON values."""
         return asdict(self) | {"reasons": list(self.reasons), "unmet": self.unmet}
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""The surroundings of a run: its place among workers, GPUs, cores and ports, and the variables that must be set.
+"""The environment of a run: its rank among workers, GPUs, cores and ports, and the variables that must be set.
 
-The environment comes as a value: `launching/` and those commands that need it read it. Processes that start here are
-given theirs.
+The environment variables are passed in as a mapping: `launching/` and some commands read them. Processes that start
+here get theirs explicitly.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
 
 MULTICAST_OFF = {variable.name: variable.value for variable in WANTED if variable.must}
-"""NVLink multicast stays off. Read when libraries load, so set before torch is imported."""
+"""Keeps NVLink multicast off. Libraries read these when they load, so they are set before torch is imported."""
 
 HERE = "127.0.0.1", ""
-"""Address of rank 0 where all ranks are on its host, and what said so: see Note: [Local runs use loopback only]."""
+"""Address of rank 0 if all ranks are on its host, and its variable: see Note: [Local runs use loopback only]."""
 
 PORTS = range(20_000, 32_000)
-"""Where a free port is looked for: below those that systems give to outgoing connections, one of which could take it
-before rank 0 listens there."""
+"""Ports to search for a free one. They are below the range for outgoing connections, which could take the port before
+rank 0 listens on it."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A process's place in a run, and where rank 0 waits for the others."""
+    """The rank of a process in a run, and where rank 0 listens."""
 
     rank: int
     world: int
@@ -55,12 +55,12 @@ class Worker:
     address: str
     port: int
     address_from: str = "MASTER_ADDR"
-    """The variable that said so; empty for this host."""
+    """The variable that set it; empty for this host."""
     port_from: str = "MASTER_PORT"
-    """The variable that said so; empty for one that was free on this host."""
+    """The variable that set it; empty for a port that was free on this host."""
 
     def variables(self) -> dict[str, str]:
-        """As `torch.distributed` reads it."""
+        """The variables that `torch.distributed` reads."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world),
@@ -83,7 +83,7 @@ def find_port() -> int:
 
 
 def find_worker(env: Mapping[str, str]) -> Worker | None:
-    """The place of this process if torchrun or Slurm started it, else None.
+    """The worker that this process is, if torchrun or Slurm started it, else None.
 
     Raises ValueError if the variables are incomplete or contradict each other.
     """
@@ -94,7 +94,7 @@ def find_worker(env: Mapping[str, str]) -> Worker | None:
         address = env.get("MASTER_ADDR") or _missing("MASTER_ADDR", "torchrun")
         at = HERE if "LOCAL_WORLD_SIZE" in env and local_world == world else (address, "MASTER_ADDR")
         return _checked(Worker(rank, world, local_rank, local_world, at[0], master_port, at[1]))
-    # A batch script without srun has SLURM_PROCID = 0 as well; with one task it starts its own workers.
+    # A batch script without srun also has SLURM_PROCID = 0; with one task it starts its own workers.
     if "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", "srun", "1") > 1:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
         rank, world, local_rank = (_number(env, name, "srun") for name in names)
@@ -140,7 +140,7 @@ def _checked(worker: Worker) -> Worker:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm list of nodes: `gpu[03-05,07],cpu1` gives `gpu03`."""
+    """The first host of a Slurm node list: `gpu[03-05,07],cpu1` gives `gpu03`."""
     name = ""
     for text, ranges in re.findall(r"([^,\[\]]*)(?:\[([^\]]*)\])?", nodes):
         if not text and not ranges:
@@ -152,7 +152,7 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_here(tasks: str, node: int) -> int:
-    """Tasks on a node from Slurm's compact list: `4(x2),3` is 4, 4, 3."""
+    """Tasks on a node, from Slurm's compact list: `4(x2),3` is 4, 4, 3."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
         counts += [int(count)] * int(times or 1)
@@ -162,10 +162,10 @@ def tasks_here(tasks: str, node: int) -> int:
 
 
 def prepare(env: MutableMapping[str, str], local_world: int, passed: Collection[Moment] = ()) -> list[str]:
-    """Set what must be set before torch is imported. What the user has set stays; remarks say where that matters.
+    """Set the variables that must be set before torch is imported. The user's values stay; remarks say what they cost.
 
-    `passed` is what has happened in this process, so that what would be set too late is noticed. Raises ValueError if
-    NVLink multicast has been switched on.
+    `passed` are moments that this process has already passed, so that variables set too late are reported. Raises
+    ValueError if NVLink multicast is switched on.
     """
     stop_if(stopping(env, survey(env, passed)), "variables")
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(1, local_world))))
@@ -173,7 +173,7 @@ def prepare(env: MutableMapping[str, str], local_world: int, passed: Collection[
 
 
 def stopping(env: Mapping[str, str], findings: Sequence[Finding]) -> list[str]:
-    """A line for each variable with which no run starts; `findings` are those of `survey`."""
+    """A line for each variable that prevents a start; `findings` are those of `survey`."""
     threads = env.get("OMP_NUM_THREADS", "1")
     if is_number_of_threads(threads):
         return refusals(findings)
@@ -182,7 +182,7 @@ def stopping(env: Mapping[str, str], findings: Sequence[Finding]) -> list[str]:
 
 
 def is_number_of_threads(text: str) -> bool:
-    """Whether OMP_NUM_THREADS may be that: 1 or more."""
+    """Whether a text is a valid OMP_NUM_THREADS: 1 or more."""
     return bool(re.fullmatch(r"\d*[1-9]\d*", text))
 
 
@@ -192,7 +192,7 @@ def cores() -> int:
 
 
 def probe(config: Config, origins: Mapping[str, str], worker: Worker | None, variables: Sequence[Finding] = ()) -> Host:
-    """What is here. Imports torch only if it could use a GPU. `variables` are as they were before `prepare`."""
+    """Describe this host. Imports torch only if it could use a GPU. `variables` are those before `prepare`."""
     found = Gpus() if config.train.device == "cpu" else find_gpus()
     tokenizer = known_tokenizer(config.data, origins) if config.data.tokenizer.strip() else None
     return Host(
@@ -220,41 +220,41 @@ class Gpus:
 
     count: int = 0
     name: str = ""
-    """Of the first one."""
+    """Name of the first GPU."""
     kinds: tuple[str, ...] = ()
-    """Names of the different ones."""
+    """Distinct names."""
     processors: int = 0
-    """Of the first one."""
+    """SMs of the first GPU."""
     capability: tuple[int, int] = (0, 0)
-    """The same."""
+    """Compute capability of the first GPU."""
     memory: int = 0
-    """Bytes of the smallest."""
+    """Bytes of the smallest GPU."""
     no_copy_engine: str = ""
-    """Why their copy engines cannot serve collectives."""
+    """Why their copy engines cannot run collectives; empty if they can."""
     no_peer_memory: str = ""
-    """Why they cannot store into each other's memory."""
+    """Why they cannot store into each other's memory; empty if they can."""
 
 
 def find_gpus() -> Gpus:
     """The GPUs of this host.
 
-    A process that has touched CUDA cannot fork workers that use it, so another one looks; and only if torch is built
-    for CUDA.
+    A process that has initialised CUDA cannot fork workers that use it, so a separate process queries them, and only if
+    torch is built for CUDA.
     """
     _, cuda = torch_build()
     if not cuda:
         return Gpus()
-    with processes(1, {}) as pool, contextlib.suppress(Exception):  # whatever a broken driver does to the process
-        return pool.submit(_look).result()
+    with processes(1, {}) as pool, contextlib.suppress(Exception):  # a broken driver may crash the process
+        return pool.submit(_query_gpus).result()
     return Gpus()
 
 
 TOOL_LIMIT = 60.0
-"""Seconds for the driver's tool to answer."""
+"""Timeout of `nvidia-smi` in seconds."""
 
 
 def driver_says(*words: str) -> str:
-    """What `nvidia-smi` prints; empty if it is missing, fails or takes too long."""
+    """The output of `nvidia-smi`; empty if it is missing, fails or times out."""
     try:
         ended = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=TOOL_LIMIT, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -264,12 +264,12 @@ def driver_says(*words: str) -> str:
 
 @cache
 def driver_names() -> tuple[str, ...]:
-    """Names of the different GPUs that the driver lists, without torch; empty where there is no `nvidia-smi`."""
+    """Distinct names of the driver's GPUs, without importing torch; empty without `nvidia-smi`."""
     return tuple(dict.fromkeys(driver_says("--query-gpu=name", "--format=csv,noheader").splitlines()))
 
 
-def _look() -> Gpus:
-    """Touches CUDA."""
+def _query_gpus() -> Gpus:
+    """Initialises CUDA."""
     import torch
 
     from hocket.runtime import shared_memory
@@ -292,12 +292,12 @@ def _look() -> Gpus:
 
 @contextlib.contextmanager
 def processes(count: int, variables: Mapping[str, str]) -> Iterator[ProcessPoolExecutor]:
-    """Processes of this host for calls that need one of their own. None outlives the block, or this process.
+    """A pool of processes on this host. They are killed at the end of the block, or when this process exits.
 
-    They begin without torch, and with these variables beside their parent's.
+    They start without torch, and with these variables added to their parent's.
     """
     import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor  # takes longer than most commands do without it
+    from concurrent.futures import ProcessPoolExecutor  # slow to import, and most commands do without
 
     before = set(multiprocessing.active_children())
     begin = (dict(variables), os.getpid())
@@ -317,16 +317,16 @@ def _begin(variables: Mapping[str, str], parent: int) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have this process killed when its parent ends, however that happens (Linux)."""
+    """Have this process killed when its parent exits for any reason (Linux)."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # the parent has already exited
         os._exit(1)
 
 
 def torch_build() -> tuple[str, str]:
-    """(version of torch, version of CUDA it was built for or empty), from its version file, without importing it."""
+    """(version of torch, CUDA version it was built for or empty), from its version file, without importing it."""
     package = importlib.util.find_spec("torch")
     assert package is not None, "torch is not installed"
     assert package.origin is not None
@@ -337,8 +337,8 @@ def torch_build() -> tuple[str, str]:
 def memory(root: Path = Path("/")) -> int:
     """Bytes of memory that this process and its children may use: the host's, or less in a container.
 
-    A container's limit is that of its control group or of one above it, of version 2 or 1. `root` is where the system's
-    files are. Inside a container the group may be named as it is outside; then its own files stand at the top.
+    A container's limit is that of its control group (version 1 or 2) or of a parent group. `root` is where the system's
+    files are. Inside a container the group's path may be the one outside; its files are then at the top.
     """
     least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     groups = root / "sys/fs/cgroup"
@@ -349,13 +349,13 @@ def memory(root: Path = Path("/")) -> int:
         top, name = (groups / "memory", "memory.limit_in_bytes") if kinds else (groups, "memory.max")
         here = top / path.strip("/")
         for folder in (top, *(folder for folder in (here, *here.parents) if top in folder.parents)):
-            limit = _text(folder / name).strip()  # `max`: none
+            limit = _text(folder / name).strip()  # `max`: no limit
             least = min(least, int(limit)) if limit.isdigit() else least
     return least
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes of `memory` that nothing holds now, as the host's kernel estimates."""
+    """Bytes of `memory` that are free now, as the kernel estimates."""
     for line in _text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return min(memory(root), 1024 * int(line.split()[1]))
@@ -363,7 +363,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _text(path: Path) -> str:
-    """What a file of the system says; empty if it is not there."""
+    """The text of a system file; empty if it is missing."""
     try:
         return path.read_text()
     except OSError:

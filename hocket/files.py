@@ -1,4 +1,4 @@
-"""Files that a user names, and files that those name."""
+"""Files that a user names, and files that they refer to."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 
-def finite(path: str | Path) -> Path:
-    """The path of a file that has an end. Raises OSError for a pipe or a device, and for what is not there."""
+def regular_file(path: str | Path) -> Path:
+    """The path, checked not to be a pipe or device, which may never end. Raises OSError if it is one or is missing."""
     path = Path(path)
     mode = path.stat().st_mode
-    if not S_ISREG(mode) and not S_ISDIR(mode):  # to read a folder fails by itself, with words of its own
+    if not S_ISREG(mode) and not S_ISDIR(mode):  # reading a folder fails with its own message
         raise OSError(errno.EINVAL, "a pipe or a device, which may have no end")
     return path
 
 
 def json_in(path: str | Path) -> Any:
-    """What a file of JSON says. Raises OSError where it cannot be read, and ValueError where it is not whole JSON."""
+    """The content of a JSON file. Raises OSError if it cannot be read, and ValueError if it is not complete JSON."""
     try:
-        return json.loads(finite(path).read_text(encoding="utf-8"))
+        return json.loads(regular_file(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         reason = "brackets are too deep" if isinstance(error, RecursionError) else error
         raise ValueError(f"{path} is no whole JSON ({reason})") from None
 
 
 def inside(file: Path, name: str) -> Path:
-    """The file beside or below `file` that `file` names. Raises ValueError for a name that leads out of its folder.
+    """The file in or below the folder of `file` that `file` names. Raises ValueError for a name outside of the folder.
 
-    Symbolic links may lead anywhere: the user has made them, as the cache of Hugging Face does.
+    Symbolic links may point anywhere: the user made them, as the cache of Hugging Face does.
     """
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
@@ -39,7 +39,7 @@ def inside(file: Path, name: str) -> Path:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename a file or folder of an earlier run to `<name>.old`, `.old2`, ...; None if there is none. One rank only."""
+    """Rename a file or folder of an earlier run to `<name>.old`, `.old2`, ...; None if it is missing. One rank only."""
     if not path.exists():
         return None
     names = [path.with_name(f"{path.name}.old{n if n > 1 else ''}") for n in range(1, 1000)]

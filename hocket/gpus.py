@@ -1,9 +1,9 @@
-"""GPUs by name: figures of data sheets, and which of them a device's name means. Data alone.
+"""GPUs by name: figures from data sheets, and the patterns that match device names. Only data.
 
-Where figures come from. Vendors' public data sheets and architecture papers, named in `Gpu.source`. A data sheet's rate
-with sparsity is halved. Bandwidths of links are those of one direction, half of what vendors print. Where no clock is
-published, `clock` is the one at which the printed rate comes out (NVIDIA prints none for Blackwell of data centres).
-Processors and FLOPs per cycle are of the architecture papers; for Blackwell they are what the CUDA runtime says.
+Sources are vendors' public data sheets and architecture papers, named in `Gpu.source`. Rates with sparsity are halved.
+Link bandwidths are per direction, half of what vendors print. If no clock is published, `clock` is the one that gives
+the printed rate (NVIDIA publishes none for data-centre Blackwell). SMs and FLOPs per cycle are from the architecture
+papers; for Blackwell they are from the CUDA runtime.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ GpuName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One kind of GPU as its data sheet has it. Rates per second, bandwidths in bytes per second of one direction."""
+    """One kind of GPU by its data sheet. Rates per second; bandwidths in bytes per second and direction."""
 
     pattern: str
-    """Regular expression found in the device's name, as drivers spell it."""
+    """Regular expression searched in the device's name, as drivers spell it."""
     flops: float
-    """Dense bf16 on tensor cores that add in fp32."""
+    """Dense bf16 FLOP/s of tensor cores, accumulated in fp32."""
     memory: int
-    """As the vendor counts it: 80 for 80 GB."""
+    """In the vendor's GB: 80 for 80 GB."""
     memory_bandwidth: float
     link: float
-    """Of NVLink or xGMI, to all other GPUs of the domain together; that of `pcie` where there is none."""
+    """NVLink or xGMI bandwidth to all other GPUs of the domain together; that of `pcie` without such links."""
     pair: float = 0.0
-    """Of the link to one other GPU, where GPUs are joined directly; 0: a switch gives all of `link`."""
+    """Bandwidth to one other GPU if GPUs are connected directly; 0: a switch gives all of `link`."""
     pcie: float
     host: float = 0.0
-    """Of the link to the processor that it shares a module with; 0: that is `pcie`."""
+    """Bandwidth to the CPU on the same module; 0: `pcie` connects them."""
     domain: int = 8
-    """GPUs that these links join."""
+    """GPUs that these links connect."""
     processors: int
     cycle: int
-    """Dense bf16 FLOPs of one processor in one cycle."""
+    """Dense bf16 FLOPs of one SM per cycle."""
     clock: float = 0.0
     """Highest clock in Hz; 0: not published."""
     watts: int
     capability: tuple[int, int]
-    """What torch calls so: CUDA's compute capability, and on ROCm the first digits of the architecture's name."""
+    """torch's `capability`: CUDA's compute capability, and on ROCm the first digits of the architecture's name."""
     source: str
 
     @property
     def fp32_share(self) -> float:
-        """FLOPs of fp32 products over those of bf16 ones. Without TF32, which hocket leaves off, they run on the fp32
-        units of a processor: 64 of an A100's, 128 of newer ones' and of MI300X's.
+        """FLOP/s of fp32 products over those of bf16 ones. hocket leaves TF32 off, so they run on the fp32 units: 64
+        per SM of an A100, 128 per SM of newer GPUs and of MI300X.
         """
         return (128 if self.capability == (8, 0) else 256) / self.cycle
 
     @property
     def sheet_clock(self) -> float:
-        """The clock in Hz at which `flops` come out."""
+        """The clock in Hz that gives `flops`."""
         return self.flops / (self.processors * self.cycle)
 
     @property
@@ -158,16 +158,16 @@ GPUS: Mapping[GpuName, Gpu] = {
 
 
 def gpu_named(device: str) -> GpuName | None:
-    """The GPU that a device's name means, as torch or nvidia-smi spell it; None if the table does not have it.
+    """The GPU that a device's name matches, as torch or nvidia-smi spell it; None if it is not in the table.
 
-    The longest match counts, so that `NVIDIA H200 NVL` is no `NVIDIA H200`.
+    The longest match wins, so `NVIDIA H200 NVL` does not match as `NVIDIA H200`.
     """
     found = {name: match for name, gpu in GPUS.items() if (match := re.search(gpu.pattern, device, re.IGNORECASE))}
     return max(found, key=lambda name: len(found[name][0]), default=None)
 
 
 def peak_flops(device: str) -> float:
-    """Dense bf16 FLOP/s of a device by its name; 0 if the table does not have it. Half a GPU's name is no GPU.
+    """Dense bf16 FLOP/s of a device by its name; 0 if it is not in the table.
 
     A slice of a partitioned GPU (MIG) has no data sheet of its own.
     """
@@ -176,14 +176,14 @@ def peak_flops(device: str) -> float:
 
 
 def is_slice(device: str) -> bool:
-    """Whether the device is a part of a GPU, by its name: `NVIDIA H200 MIG 1g.18gb`."""
+    """Whether the device is a MIG slice, by its name: `NVIDIA H200 MIG 1g.18gb`."""
     return bool(re.search(r"\bMIG\b", device))
 
 
 def nearest(device: str, memory: int, processors: int, capability: tuple[int, int]) -> GpuName:
-    """The GPU of the table most like one that it does not have: of its vendor and architecture, then of its size.
+    """The GPU of the table most like an unknown one: same vendor and architecture first, then similar size.
 
-    Distances are of logarithms of memory (in bytes) and processors; what is not known (0) does not count.
+    Distances are between logarithms of memory (bytes) and number of SMs; unknown values (0) are ignored.
     """
     amd = bool(re.search("AMD|Instinct|Radeon", device, re.IGNORECASE))
 

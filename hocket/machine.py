@@ -1,4 +1,4 @@
-"""Which hosts plans and predictions are for, and what the kernels installed on one can."""
+"""The hosts that plans and predictions assume, and what the installed kernels support."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from hocket.gpus import GPUS
 from hocket.predict.hardware import read_measured
 
 GPUS_OF_A_HOST = 8
-"""Where a plan is looked at without its hosts."""
+"""GPUs per host that plans assume."""
 
 
 def host_for_plan(config: Config, kinds: tuple[str, ...] = ()) -> Host:
-    """Hosts with enough GPUs if a run is meant for GPUs, else one without: where a plan is looked at says nothing.
+    """The host that a plan assumes: with enough GPUs if the run is meant for GPUs, else with none.
 
-    But for the `kinds` of its GPUs: plans for GPUs are priced by them where no setting names any.
-
-    A tokenizer's file is not looked for either, as it may be where the run will be.
+    It does not depend on the host that makes the plan, except for the `kinds` of its GPUs: they price plans for GPUs if
+    no setting names a GPU. A tokenizer's file is not read either, since it may exist only where the run will be.
     """
     wants_gpus = config.train.device == "cuda" or (config.train.device == "auto" and config.precision.dtype == "bf16")
     vocab = BYTE_VOCAB if config.data.tokenizer == BYTES else 0
@@ -33,7 +32,7 @@ def host_for_plan(config: Config, kinds: tuple[str, ...] = ()) -> Host:
 
 
 def _ranks_of_a_host(config: Config, wants_gpus: bool) -> int:
-    """As given; else as many as there are GPUs, or fewer, so that all hosts have the same number."""
+    """As configured; else the GPUs of a host, or fewer, so that all hosts have the same number of ranks."""
     if config.network.ranks_per_host != "auto":
         return config.network.ranks_per_host
     world, gpu = config.mesh.world, config.hardware.gpu
@@ -45,10 +44,10 @@ def _ranks_of_a_host(config: Config, wants_gpus: bool) -> int:
 
 
 def why_no_delta_kernels(capability: tuple[int, int]) -> str:
-    """Why flash-linear-attention's kernels (fla-core) do not serve a GPU of this compute capability; empty if they do.
+    """Why flash-linear-attention's kernels (fla-core) do not work on this compute capability; empty if they do.
 
-    Triton from 3.4 on, below 3.7.1, makes wrong gradients of them on Hopper. fla refuses it (its issue 640), unless
-    tilelang is there, whose kernels it takes instead.
+    Triton 3.4 up to 3.7.1 (excluded) compiles them to wrong gradients on Hopper. fla refuses this (its issue 640)
+    unless tilelang is installed, whose kernels it uses instead.
     """
     if find_spec("fla") is None or find_spec("triton") is None:
         return "fla-core is not installed"

@@ -1,4 +1,4 @@
-"""What the traces of a run say about it, and whether a plan has the same work to do."""
+"""A run's description in its traces, and whether a plan does the same work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from hocket.config import Config
 from hocket.config.rule import leaf
 from hocket.config.schema import flat, types
-from hocket.predict.cost import carried_by
+from hocket.predict.cost import purpose_of
 from hocket.predict.hardware import KIND_OF_GROUPS
 from hocket.predict.simulate import cost_key
 from hocket.program.ops import COMPUTING, Program
@@ -23,23 +23,23 @@ from hocket_trace.data import RankTrace
 from hocket_trace.table import headline, warnings
 
 VERSION = 2
-"""Of what a trace says about its run. Changes whenever a part of it changes its meaning."""
+"""Version of the description in a trace. Increase it whenever a part changes its meaning."""
 
 WORK = ("model", "mesh", "train.sequences", "precision.compute", "data.sequence_length")
-"""Settings, or whole sections of them, that say what one op of a plan has to do."""
+"""Settings, or whole sections, that define what an op of a plan computes."""
 
 WAYS = (
     "plan.loss_pieces", "overlap.dp.strategy", "overlap.ep.copies", "overlap.ep.splits",
     "overlap.ep.room", "overlap.tp", "precision", "train.transport", "network",
 )  # fmt: skip
-"""Settings, or whole sections of them, that say how an op of a plan does what it has to."""
+"""Settings, or whole sections, that define how an op of a plan does its work."""
 
 
 def describe(settings: Config, program: Program, pp_rank: int) -> dict[str, Any]:
     """What a trace of this pipeline rank stores under the key `hocket`, as JSON values.
 
-    `plan` has what its ops are, for readers of the trace (`hocket_trace/parse.py`); `settings` has all of them, nested;
-    `work` names settings, or whole sections, by which an op has other work to do.
+    `plan` describes its ops for readers of the trace (`hocket_trace/parse.py`); `settings` are all settings, nested;
+    `work` names settings, or whole sections, that change the work of ops.
     """
     return {
         "version": VERSION,
@@ -50,19 +50,19 @@ def describe(settings: Config, program: Program, pp_rank: int) -> dict[str, Any]
 
 
 def named(program: Program, pp_rank: int, tensors: bool) -> dict[str, Any]:
-    """The ops of a pipeline rank under their names, as `hocket_trace/parse.py` has them; `tensors`: tp is above 1."""
+    """The ops of a pipeline rank by name, in the form that `hocket_trace/parse.py` reads; `tensors`: tp is above 1."""
     inside = ("tp", "tp") if tensors else ("compute", "")
     ops = {}
     for op in program.ranks[pp_rank]:
         key = ("recv", op.part, "") if op.verb == "send" else cost_key(op, program.layout.kinds)
-        group = carried_by(key, program.layout)
-        told = (KIND_OF_GROUPS[group], group) if group else ("control", "") if op.verb == "step" else inside
-        ops[str(op)] = [op.lane, *told, op.layer]
+        group = purpose_of(key, program.layout)
+        kind_group = (KIND_OF_GROUPS[group], group) if group else ("control", "") if op.verb == "step" else inside
+        ops[str(op)] = [op.lane, *kind_group, op.layer]
     return {"lanes": list(program.layout.lanes), "computing": list(COMPUTING), "ops": ops}
 
 
 def checked(trace: RankTrace) -> Mapping[str, Any]:
-    """What a trace says about its run. Raises ValueError if it is not of a hocket run, or of another hocket's."""
+    """A trace's description of its run. Raises ValueError if it is not of hocket, or of another version."""
     if not trace.run:
         raise ValueError(
             f"{trace.source}: says nothing about settings, so it is not of a hocket run or was cut; "
@@ -78,15 +78,15 @@ def checked(trace: RankTrace) -> Mapping[str, Any]:
 
 
 def other_work(planned: Config, measured: RankTrace) -> list[tuple[str, Any, Any]]:
-    """Name and both values of every setting by which the ops of a plan have to do something else than a traced run's.
+    """Name and both values of every setting by which the work of a plan's ops differs from that of a traced run.
 
-    Raises ValueError if the trace does not tell.
+    Raises ValueError if the trace does not store settings.
     """
     return _different(WORK, planned, measured)
 
 
 def other_ways(planned: Config, measured: RankTrace) -> list[str]:
-    """Notes on settings by which the ops of a plan do in another way what those of a traced run did."""
+    """Notes on settings by which a plan's ops do the same work in another way than a traced run."""
     return [
         f"{name} = {here}, measured with {there}: ops that this changes take other times than in the traces"
         for name, here, there in _different(WAYS, planned, measured)
@@ -105,10 +105,10 @@ def _different(settings: Sequence[str], planned: Config, measured: RankTrace) ->
     return [(name, value, there.get(name)) for name, value in here.items() if there.get(name) != value]
 
 
-def shortly(paths: Sequence[Path]) -> tuple[str, float | None]:
-    """What traces of a run say in a few lines, and the exposed share of their steps. Raises TraceError.
+def trace_summary(paths: Sequence[Path]) -> tuple[str, float | None]:
+    """A few lines about traces of a run, and the exposed share of their steps. Raises TraceError.
 
-    For a process of its own, to which the ranks of the run that goes on come first.
+    Lowers the priority of its process, so that the run's ranks, which go on, come first.
     """
     os.nice(10)
     figures = figures_of(report(load(paths)))

@@ -1,4 +1,4 @@
-"""`hocket.plan` and what goes with it: a training step as a value that one can check, predict, draw and run.
+"""`hocket.plan` and its companions: a training step as a value that can be checked, simulated, drawn and run.
 
     import hocket
 
@@ -7,8 +7,8 @@
     print(hocket.simulate(step).makespan)                # predicted seconds
     print(hocket.draw(step))                             # the timeline as text; kind="svg" and "html" draw it
 
-Nothing here imports torch, unless settings have patterns of weights' names. `step.start()` does: it makes this rank's
-part of the step, which trains.
+Nothing here imports torch, unless settings have patterns of parameter names. `step.start()` does: it makes this rank's
+part of the step, ready to train.
 """
 
 from __future__ import annotations
@@ -44,36 +44,36 @@ class Plan:
     """A step before it runs."""
 
     settings: Settings
-    """All settings, with a `Decision` for each that was automatic: value, source, reasons, effect."""
+    """All settings, with a `Decision` for each automatic one: value, source, reasons, effect."""
     program: Program
-    """The step: for each pipeline rank its list of ops."""
+    """The ops of the step: a list for each pipeline rank."""
 
     def __repr__(self) -> str:
-        """One line: `settings` and `program` are thousands of words, and `hocket.draw` shows them."""
+        """One line: `settings` and `program` would be thousands of words, and `hocket.draw` shows them."""
         mesh, ops = self.settings.mesh, sum(map(len, self.program.ranks))
         axes = f"pp {mesh.pp} x dp {mesh.dp}{f' x cp {mesh.cp}' if mesh.cp > 1 else ''} x tp {mesh.tp}, ep {mesh.ep}"
         return f"Plan({self.settings.run.name}: {axes}, {ops} ops)"
 
     @property
     def hardware(self) -> Hardware:
-        """What predictions are for; settings name it (`hardware.gpu`)."""
+        """The hardware that predictions assume, as `hardware.gpu` names it."""
         return hardware_of(self.settings)
 
     def start(self) -> PlannedStep:
-        """Make the rank's part of the step over hocket's own transformer. Several ranks have a process group by then.
+        """Make this rank's part of the step, for hocket's own transformer. Several ranks need a process group before.
 
-        Raises ValueError if there are not as many ranks as the plan has.
+        Raises ValueError if the number of ranks differs from the plan's.
         """
-        from hocket.step import started
+        from hocket.step import start
 
-        return started(self.settings)
+        return start(self.settings)
 
 
 def plan(recipe: str | Config = "tiny", settings: Mapping[str, Any] | None = None, *, preset: str = "") -> Plan:
-    """Plan a step of hocket's own transformer: resolve all settings and make the program. Needs no GPU.
+    """Plan a step of hocket's own transformer: resolve all settings and build the program. Needs no GPU.
 
     `recipe` is a recipe's name, a TOML file, `module:function`, or a `Config`; `settings` are values by dotted name,
-    `{"mesh.dp": 8}`. Raises ValueError for all that is wrong with them at once, each with its fix.
+    `{"mesh.dp": 8}`. Raises one ValueError for all mistakes, each with its fix.
     """
     if isinstance(recipe, Config):
         if preset:
@@ -89,14 +89,14 @@ def plan(recipe: str | Config = "tiny", settings: Mapping[str, Any] | None = Non
         stop_if(start.problems)
         config, origins = start.config, dict(start.origins)
     config, given = with_settings(config, settings, "plan")
-    host = replace(host_for_plan(config, driver_names()), tokenizer_vocab=0)  # a step may be of ids of the caller's own
+    host = replace(host_for_plan(config, driver_names()), tokenizer_vocab=0)  # the caller's token ids may be any
     resolved = resolve(config, host, {**origins, **given})
     check_patterns(resolved)
     return Plan(resolved, program_of(resolved))
 
 
 def check_patterns(settings: Settings) -> None:
-    """Refuse patterns of names that no weight of hocket's own transformer has. Raises ValueError."""
+    """Raise ValueError for patterns that match no parameter of hocket's own transformer."""
     if any(settings.optimizer.patterns.values()):
         from hocket.model.source import parameter_shapes  # imports torch
 
@@ -104,7 +104,7 @@ def check_patterns(settings: Settings) -> None:
 
 
 def with_settings(config: Config, settings: Mapping[str, Any] | None, where: str) -> tuple[Config, dict[str, str]]:
-    """A configuration with other values by dotted name, and where they come from. ValueError for unknown names."""
+    """A configuration with values changed by dotted name, and their origins. Raises ValueError for unknown names."""
     settings = {} if settings is None else settings
     if not isinstance(settings, Mapping):
         raise ValueError(
@@ -124,7 +124,7 @@ def with_settings(config: Config, settings: Mapping[str, Any] | None, where: str
 
 
 def check(step: Plan | Program) -> list[Violation]:
-    """Every broken rule of a step, with the ops involved: deadlocks, races, values dropped early. [] if none is.
+    """Every rule that a step breaks, with the ops involved: deadlocks, races, values dropped early. [] if none.
 
     Raises ValueError for what is neither a `Plan` nor a `Program`.
     """
@@ -137,13 +137,13 @@ def check(step: Plan | Program) -> list[Violation]:
 
 
 def simulate(step: Plan, documents: Sequence[Sequence[int]] = ()) -> Timeline:
-    """The predicted step: `makespan` in seconds, when each op runs, and how each rank spends its time and memory.
+    """Predict the step: `makespan` in seconds, when each op runs, and how each rank spends its time and memory.
 
-    `documents` are tokens of each document, for each sequence of a step in the order in which they are read, where
-    documents share sequences. Without them each sequence counts as one.
+    `documents` are the lengths in tokens of the documents of each sequence of a step, in stream order, if documents
+    share sequences. Without them each sequence counts as one document.
 
-    Raises ValueError for what is no `Plan`: a program alone does not say what its ops cost; and for documents that do
-    not fill the sequences of a step.
+    Raises ValueError for anything but a `Plan` (a program alone has no costs), and for documents that do not fill the
+    sequences of a step.
     """
     if not isinstance(step, Plan):
         raise ValueError(
@@ -153,14 +153,14 @@ def simulate(step: Plan, documents: Sequence[Sequence[int]] = ()) -> Timeline:
     settings = step.settings
     if documents:
         count, length = settings.batch, settings.data.sequence_length
-        _refuse(documents, count, length, settings.data.packing)
+        _check_documents(documents, count, length, settings.data.packing)
         host = replace(settings.host, documents=tuple(map(lengths_of, documents)))
         settings = replace(settings, host=host)
     return predict(settings, step.program, step.hardware)
 
 
-def _refuse(documents: Sequence[Sequence[int]], count: int, length: int, packing: str) -> None:
-    """Raise ValueError for documents that do not fill the sequences of a step, or share none."""
+def _check_documents(documents: Sequence[Sequence[int]], count: int, length: int, packing: str) -> None:
+    """Raise ValueError for documents that do not fill the sequences of a step, or if packing is off."""
     if packing == "off":
         raise ValueError("documents: data.packing = off, so each sequence is one; fix: data.packing = on or best_fit")
     if len(documents) != count:
@@ -172,7 +172,7 @@ def _refuse(documents: Sequence[Sequence[int]], count: int, length: int, packing
 
 
 def draw(step: Plan, kind: Literal["text", "svg", "html"] = "text", width: int = 120) -> str:
-    """The predicted timeline: as text `width` characters wide, as an SVG picture, or as a page of its own."""
+    """Draw the predicted timeline: as text `width` characters wide, as an SVG picture, or as an HTML page."""
     if kind not in ("text", "svg", "html"):
         raise ValueError(f"kind = {kind}: draw makes text, svg or html")
     timeline = simulate(step)

@@ -1,4 +1,4 @@
-"""From settings to the program of a step, its predicted timeline, and a report of both. Imports no torch."""
+"""Builds the program of a step from settings, predicts its timeline, and reports both. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from hocket.config import Config
 from hocket.predict.arrivals import arrival_bytes
-from hocket.predict.cost import CostTable, carried_by, costs_of, issued, once, overheads_of, varied
-from hocket.predict.hardware import LATENCY, Hardware, adapter_times, crossing, hardware_of
+from hocket.predict.cost import CostTable, costs_of, issued, once, overheads_of, packed_costs, purpose_of
+from hocket.predict.hardware import LATENCY, Hardware, across_hosts, adapter_times, hardware_of
 from hocket.predict.part_sizes import attending
 from hocket.predict.simulate import Timeline, cost_key, ends_step, simulate
 from hocket.program.documents import Lengths, as_read, by_documents, deals, dealt, merged, works_of
@@ -31,17 +31,17 @@ def program_of(settings: Settings) -> Program:
 
 
 def predict(settings: Settings, program: Program, hardware: Hardware) -> Timeline:
-    """When every op of the program would run on that hardware."""
+    """When every op of the program would run on the given hardware."""
     costs, packed = costs_of(settings, hardware), documents_of(settings)
     if packed:
-        costs = varied(costs, settings, hardware, packed)
+        costs = packed_costs(costs, settings, hardware, packed)
     return simulate(program, costs, overheads_of(settings, hardware, costs.table))
 
 
 def documents_of(settings: Settings) -> list[Lengths]:
-    """Documents of each microbatch, of the data-parallel rank that others wait for; empty: each sequence counts as one.
+    """Documents of each microbatch, on the slowest data-parallel rank; empty: each sequence counts as one document.
 
-    Where settings have other microbatches than the step whose documents are known, each has those of the whole step.
+    If the step whose documents are known has other microbatches, every microbatch gets the documents of the whole step.
     """
     sequences, each = settings.host.documents, settings.mesh.dp * settings.train.sequences
     if not sequences or not by_documents(settings):
@@ -52,9 +52,9 @@ def documents_of(settings: Settings) -> list[Lengths]:
 
 
 def slowest_ranks(c: Config, sequences: Sequence[Lengths]) -> list[Lengths]:
-    """Documents of each microbatch, on the data-parallel rank that others wait for.
+    """Documents of each microbatch, on the data-parallel rank that the others wait for.
 
-    `sequences` has those of each sequence of a step, as they are read.
+    `sequences` has the documents of each sequence of a step, in stream order.
     """
     attention = attending(c.model, c.data.sequence_length)
     works, dp, each = [attention.work(documents) for documents in sequences], c.mesh.dp, c.train.sequences
@@ -69,8 +69,8 @@ def slowest_ranks(c: Config, sequences: Sequence[Lengths]) -> list[Lengths]:
     return [merged(sequences[n] for n in mine[rank]) for mine, rank in zip(order, most, strict=True)]
 
 
-def told_documents(settings: Settings) -> str:
-    """What a prediction takes documents to be; empty if none share sequences, or if they make no difference."""
+def documents_note(settings: Settings) -> str:
+    """The documents that a prediction assumes, in words; empty without packing, or if they make no difference."""
     if not by_documents(settings):
         return ""
     if not settings.host.documents:
@@ -88,9 +88,9 @@ def network(settings: Settings, busy: float = 0.0, step: float = 0.0) -> str:
     """The network between hosts that a prediction assumes, which groups cross it, and which of its settings are unset.
 
     Empty for a single host. Rates count all bytes that a rank receives, from its own host and from others. `busy` are
-    `adapter_seconds` of a step, and `step` its seconds; both are 0 if not known.
+    the `adapter_seconds` of a step, and `step` its seconds; both are 0 if unknown.
     """
-    wide, given = crossing(settings), settings.network
+    wide, given = across_hosts(settings), settings.network
     if not wide:
         return ""
     hardware = hardware_of(settings)
@@ -115,12 +115,12 @@ def network(settings: Settings, busy: float = 0.0, step: float = 0.0) -> str:
 
 
 def adapter_seconds(settings: Settings, program: Program, costs: CostTable) -> float:
-    """Seconds of a step in which a rank's adapter is busy, of the pipeline rank that gets most from other hosts."""
+    """Seconds of a step in which an adapter is busy, on the pipeline rank that receives most from other hosts."""
     each, kinds = adapter_times(settings), program.layout.kinds
     if not each:
         return 0.0
     seconds = {
-        key: cost.wire_bytes * each.get(carried_by(key, program.layout) or "control", 0.0)
+        key: cost.wire_bytes * each.get(purpose_of(key, program.layout) or "control", 0.0)
         + cost.inner_bytes * each.get("tp", 0.0)
         for key, cost in costs.table.items()
     }
@@ -144,14 +144,14 @@ def report(settings: Settings, program: Program, hardware: Hardware, width: int,
         *_heading(settings, program),
         "",
         f"PREDICTED STEP  on {hardware.name}, {settings.precision.compute}"
-        + ("; " + told if (told := rates(settings, hardware)) else ""),
+        + ("; " + origin if (origin := rates(settings, hardware)) else ""),
         text_timeline(timeline, program, width),
         "",
         *_numbers(summary(timeline, program)),
         *_misfits(timeline, hardware, arrival_bytes(settings)),
         *late_host(settings, program, hardware, timeline),
         *wide,
-        *([f"documents  {told}"] if (told := told_documents(settings)) else []),
+        *([f"documents  {note}"] if (note := documents_note(settings)) else []),
         "",
         "PROGRAM",
         *text[:cut],
@@ -162,26 +162,26 @@ def report(settings: Settings, program: Program, hardware: Hardware, width: int,
 
 
 def page_head(settings: Settings, program: Program, hardware: Hardware) -> tuple[str, list[str]]:
-    """Title of a page of a predicted step, and lines about it: the recipe, what it runs on, what it was made of."""
+    """Title of a page about a predicted step, and lines about it: the recipe, the hardware, the origin of rates."""
     recipe = settings.origins.get("", "").removeprefix("recipe ")
     name = settings.run.name + (f" (recipe {recipe})" if recipe not in ("", "default", settings.run.name) else "")
     on = f"predicted for {hardware.name}, {settings.precision.compute}, {settings.train.transport}"
-    told = told_documents(settings)
+    note = documents_note(settings)
     lines = [
         *islice(_heading(settings, program), 2),
-        "; ".join(filter(None, [on, rates(settings, hardware), told and f"documents: {told}"])),
+        "; ".join(filter(None, [on, rates(settings, hardware), note and f"documents: {note}"])),
     ]
     return f"{name}: predicted step", lines
 
 
 def rates(settings: Settings, hardware: Hardware) -> str:
-    """Where rates come from; empty if a choice says it."""
-    told = any(decision.setting == GPU and decision.chosen for decision in settings.decisions)
-    return "" if told else f"rates {hardware.origin}"
+    """The origin of the hardware's rates; empty if a decision already says it."""
+    said = any(decision.setting == GPU and decision.chosen for decision in settings.decisions)
+    return "" if said else f"rates {hardware.origin}"
 
 
 def as_json(settings: Settings, program: Program, hardware: Hardware) -> dict[str, Any]:
-    """The same for machines, without pictures and without the program's ops."""
+    """The same as JSON values, without pictures and without the program's ops."""
     timeline = predict(settings, program, hardware)
     choices = [{"setting": d.setting, "value": d.value, "reason": d.reason} for d in settings.decisions]
     numbers = summary(timeline, program)
@@ -195,17 +195,17 @@ def as_json(settings: Settings, program: Program, hardware: Hardware) -> dict[st
     busy = adapter_seconds(settings, program, costs_of(settings, hardware))
     if wide := network(settings, busy, float(timeline.makespan)):
         found["network"] = wide
-    if told := told_documents(settings):
-        found["documents"] = told
+    if note := documents_note(settings):
+        found["documents"] = note
     return found
 
 
 LATE = 0.02
-"""Share by which hosts must make a step longer to be told of."""
+"""Share of the step by which slow hosts must lengthen it to be reported."""
 
 
 def late_host(settings: Settings, program: Program, hardware: Hardware, timeline: Timeline) -> Iterator[str]:
-    """By how much a step is longer than GPUs need for it, since hosts issue it op by op, if they do."""
+    """Report by how much issuing ops on the host lengthens the step, if it does."""
     if settings.plan.graphs == "on" or not hardware.issue:
         return
     alone = float(predict(settings, program, replace(hardware, issue=0.0)).makespan)
@@ -233,7 +233,7 @@ def _heading(settings: Settings, program: Program) -> Iterator[str]:
 
 
 def _misfits(timeline: Timeline, hardware: Hardware, arrivals: int) -> Iterator[str]:
-    """What to say of ranks without room for a step, beside `arrivals` bytes into which other ranks write."""
+    """Report ranks without memory for a step, including the `arrivals` bytes that other ranks write into."""
     for rank, use in enumerate(timeline.ranks):
         if hardware.memory and use.peak_bytes + arrivals > hardware.memory:
             needed, there = (f"{size / 2**30:.0f}" for size in (use.peak_bytes + arrivals, hardware.memory))

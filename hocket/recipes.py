@@ -1,4 +1,4 @@
-"""What runs start from: models with true sizes, named runs (recipes), and presets of several switches.
+"""Starting points of runs: models with their true sizes, named runs (recipes), and presets of several settings.
 
 A recipe is a function that returns a `Config`; the first line of its docstring is its description. Any setting of a
 recipe can be changed on the command line, as in `hocket train tiny --train.steps 50`.
@@ -30,8 +30,8 @@ from hocket.problems import stop_if
 
 # -- Models ------------------------------------------------------------------------------------------------------------
 #
-# Their authors publish no first values but a standard deviation. So they take those of torchtitan, which trains these
-# families from scratch.
+# Most authors publish only a standard deviation for the initial weights. So these use torchtitan's initialisation,
+# which trains these families from scratch.
 
 LLAMA3_8B = ModelConfig(
     vocab=128256, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336,
@@ -41,7 +41,7 @@ LLAMA3_8B = ModelConfig(
 
 
 def llama3_1(hidden: int, layers: int, heads: int, ffn: int) -> ModelConfig:
-    """Llama 3.1: Llama 3 with rotary positions that were slowed down for sequences of 131,072 tokens."""
+    """Llama 3.1: Llama 3 with rotary positions scaled for sequences of 131,072 tokens."""
     rope = RopeConfig(kind="llama3", factor=8.0, original_positions=8192)
     return replace(LLAMA3_8B, hidden=hidden, layers=layers, heads=heads, ffn=ffn, rope=rope)
 
@@ -55,7 +55,7 @@ def qwen3(hidden: int, layers: int, heads: int, ffn: int, tied: bool = False) ->
 
 
 def _gpt_oss(layers: int, experts: int) -> ModelConfig:
-    """Windows in every other layer, sinks, and biases everywhere. Its authors balance experts as they do not say."""
+    """Windows in every other layer, sinks, and biases everywhere. Its authors do not say how they balance experts."""
     return ModelConfig(
         vocab=201088, hidden=2880, layers=layers, heads=64, kv_heads=8, head_dim=64, qkv_bias=True, o_bias=True,
         window=128, full_layers=tuple(range(1, layers, 2)), sinks=True,
@@ -84,7 +84,7 @@ GLM4_5_AIR = ModelConfig(
     experts=128, top_k=8, expert_ffn=1408, shared_ffn=1408, router="sigmoid", bias_rate=0.001, qkv_bias=True,
     rope_theta=1e6, rope=RopeConfig(width=64), norm_eps=1e-5, init="torchtitan",
 )  # fmt: skip
-"""GLM-4.5-Air: 106.9 billion parameters, 13.4 active, half of each head with positions, a dense first layer."""
+"""GLM-4.5-Air: 106.9 billion parameters, 13.4 active, rotary positions on half of each head, a dense first layer."""
 OLMO2_7B = ModelConfig(
     vocab=100352, hidden=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn=11008, norms="after",
     qk_norm=True, qk_norm_over="whole", rope_theta=500000.0, init="torchtitan",
@@ -100,22 +100,22 @@ _NEXT: dict[str, Any] = dict(
     delta_heads=32, expert_ffn=512, shared_ffn=512, shared_gate=True, aux_loss=0.001,
     rope_theta=1e7, rope=RopeConfig(width=64), init="torchtitan",
 )  # fmt: skip
-"""What Qwen3-Next-80B-A3B and Qwen3.5-35B-A3B have in common."""
+"""The sizes that Qwen3-Next-80B-A3B and Qwen3.5-35B-A3B share."""
 _LATENT: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-"""Sizes of latent attention that all of DeepSeek's models have, and those made like them."""
+"""Sizes of latent attention in all DeepSeek models, and in those modelled on them."""
 DEEPSEEK_V2_LITE = ModelConfig(
     vocab=102400, hidden=2048, layers=27, heads=16, ffn=10944, dense_layers=(0,), **_LATENT,
     experts=64, top_k=6, expert_ffn=1408, shared_ffn=2816, normalize_top_k=False, aux_loss=0.001,
     rope=RopeConfig(kind="yarn", factor=40.0, original_positions=4096, mscale=0.707, mscale_all_dim=0.707),
     init="torchtitan",
 )  # fmt: skip
-"""DeepSeek-V2-Lite: 15.7 billion parameters, 2.7 active. Its two shared experts of width 1408 are one of 2816."""
+"""DeepSeek-V2-Lite: 15.7 billion parameters, 2.7 active. Two shared experts of width 1408 are one of 2816."""
 MOONLIGHT_16B = ModelConfig(
     vocab=163840, hidden=2048, layers=27, heads=16, ffn=11264, dense_layers=(0,), **_LATENT,
     experts=64, top_k=6, expert_ffn=1408, shared_ffn=2816, router="sigmoid", route_scale=2.446,
     bias_rate=0.001, rope_theta=50000.0, norm_eps=1e-5, init="torchtitan",
 )  # fmt: skip
-"""Moonlight-16B-A3B: 16.0 billion parameters, 2.9 active. Its two shared experts of width 1408 are one of 2816."""
+"""Moonlight-16B-A3B: 16.0 billion parameters, 2.9 active. Two shared experts of width 1408 are one of 2816."""
 DEEPSEEK_V3 = ModelConfig(
     vocab=129280, hidden=7168, layers=61, heads=128, ffn=18432, dense_layers=(0, 1, 2), q_lora_rank=1536, **_LATENT,
     experts=256, top_k=8, expert_ffn=2048, shared_ffn=2048, router="sigmoid", route_scale=2.5,
@@ -123,7 +123,7 @@ DEEPSEEK_V3 = ModelConfig(
     rope=RopeConfig(kind="yarn", factor=40.0, original_positions=4096, mscale=1.0, mscale_all_dim=1.0),
     init="torchtitan",
 )  # fmt: skip
-"""DeepSeek-V3: 671 billion parameters, 37 active, without the layer that predicts a second token."""
+"""DeepSeek-V3: 671 billion parameters, 37 active, without its multi-token prediction layer."""
 KIMI_K2 = ModelConfig(
     vocab=163840, hidden=7168, layers=61, heads=64, ffn=18432, dense_layers=(0,), q_lora_rank=1536, **_LATENT,
     experts=384, top_k=8, expert_ffn=2048, shared_ffn=2048, router="sigmoid", route_scale=2.827,
@@ -133,7 +133,7 @@ KIMI_K2 = ModelConfig(
     ),
     init="torchtitan",
 )  # fmt: skip
-"""Kimi-K2 in its first release: 1.03 trillion parameters, 33 billion active."""
+"""Kimi-K2, first release: 1.03 trillion parameters, 33 billion active."""
 GPT_OSS_20B = _gpt_oss(layers=24, experts=32)
 """gpt-oss-20b: 20.9 billion parameters, 3.6 active without the embedding, 32 experts of which 4 are used."""
 GPT_OSS_120B = _gpt_oss(layers=36, experts=128)
@@ -207,7 +207,7 @@ def qwen3_30b_a3b() -> Config:
 
 
 def large(name: str, model: ModelConfig, mesh: MeshConfig, plan: PlanConfig, length: int = 4096) -> Config:
-    """What the recipes of published models have in common: bf16, 8 microbatches of one sequence of `length` tokens."""
+    """The common settings of recipes of published models: bf16, 8 microbatches of one sequence of `length` tokens."""
     return Config(
         model=model,
         mesh=mesh,
@@ -295,7 +295,7 @@ PUBLISHED: dict[str, tuple[str, ModelConfig, MeshConfig, PlanConfig]] = {
         *_MANY,
     ),
 }
-"""Recipes that are no more than a published model on a mesh: a line about each, the model, the mesh, and the plan."""
+"""Recipes that are a published model on a mesh: description, model, mesh, and plan."""
 
 
 RECIPES: dict[str, Callable[[], Config]] = {
@@ -311,7 +311,7 @@ def describe(name: str) -> str:
 
 
 def recipe(name: str, origin: str = "command line") -> Config:
-    """The configuration of a recipe, or of a function written `module:function`.
+    """The configuration of a recipe, or of a function written as `module:function`.
 
     `origin` is where the name was given. Raises ValueError for an unknown name, with a suggestion.
     """
@@ -325,7 +325,7 @@ def recipe(name: str, origin: str = "command line") -> Config:
 
 
 def _from_function(name: str, origin: str) -> Config:
-    """The configuration that a user's function returns. Its module is looked for in the current folder too."""
+    """The configuration that a user's function returns. Its module may be in the current folder."""
     module, _, function = name.partition(":")
 
     def refuse(reason: str, fix: str) -> NoReturn:
@@ -334,7 +334,7 @@ def _from_function(name: str, origin: str) -> Config:
     sys.path.insert(0, "")
     try:
         loaded = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # what runs is the user's, and may fail in any way
+    except (Exception, SystemExit) as error:  # user code may fail in any way
         refuse(
             f"{module or 'nothing'} cannot be imported: {said(error)}",
             "module:function, as Python would import it from here",
@@ -361,14 +361,14 @@ def _from_function(name: str, origin: str) -> Config:
 
 
 def said(error: BaseException) -> str:
-    """An error in one line, with its kind if its text alone is not enough."""
+    """An error in one line, with its type if the text alone is unclear."""
     text = " ".join(str(error).split())
     return (
         text if isinstance(error, ImportError | TypeError | ValueError) and text else f"{type(error).__name__} {text}"
     )
 
 
-# -- Presets: weaker than anything that a recipe, a file or a flag says ------------------------------------------------
+# -- Presets: overridden by anything that a recipe, a file or a flag sets ----------------------------------------------
 
 PLAIN: dict[str, Any] = {
     "overlap.ep.merge": "off",
@@ -376,12 +376,12 @@ PLAIN: dict[str, Any] = {
     "overlap.defer_wgrad": "off",
     "overlap.pp.defer_layers": 0,
 }
-"""Nothing merged and nothing deferred: every microbatch alone, and weight gradients where autograd would have them."""
+"""Nothing is merged or deferred: microbatches run one by one, and weight gradients run where autograd has them."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Some settings, and what they are good for."""
+    """Some settings, and their purpose."""
 
     description: str
     changes: dict[str, Any]

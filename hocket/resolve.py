@@ -1,12 +1,12 @@
-"""Makes `Settings` of a `Config` and of what the host offers: every automatic choice made, with its reason.
+"""Resolves a `Config` on a host into `Settings`: makes every automatic choice, with its reason.
 
-It is pure: the same arguments give the same answer on every rank. It reads nothing from outside and changes nothing.
-It reports all broken rules at once.
+It is pure: the same arguments give the same answer on every rank, without side effects. It reports all broken rules at
+once.
 
 Note: [One microbatch is not halved]
-A single microbatch has no other one to merge with. Its two halves along the batch would do, but they are two
-microbatches. The auxiliary loss is a product of two averages over a microbatch, so halves have another loss. The sum of
-gradients is rounded differently too. A plan changes neither without being asked. So if nothing is merged for that
+A single microbatch has no other one to merge with. One could halve it along the batch dimension, but halves would be
+two microbatches. The auxiliary loss is a product of two means over a microbatch, so halves have another loss, and the
+sum of gradients is rounded differently. A plan changes neither without being asked. So if nothing is merged for this
 reason, the decision says that twice as many microbatches of half as many sequences are the same batch.
 """
 
@@ -26,7 +26,7 @@ from hocket.config.rule import Host, Rule, leaf, problem, show
 from hocket.config.schema import DEFAULTS, Implied, changed, impossible, source, types
 from hocket.decision import Choice, Decision
 from hocket.gpus import GPUS, GpuName, gpu_named, is_slice, nearest
-from hocket.predict.hardware import hardware_of, kept_file, read_measured
+from hocket.predict.hardware import hardware_of, measured_file, read_measured
 from hocket.problems import stop_if
 from hocket.rules import (
     CHECKS,
@@ -55,12 +55,12 @@ from hocket.tune.trials import Price, Trials, model_costs
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Config):
-    """A `Config` in which nothing is left to choose, and that is known to work on `host`."""
+    """A `Config` with every choice made, and known to work on `host`."""
 
     host: Host
-    """What it was resolved for."""
+    """The host it was resolved for."""
     origins: Mapping[str, str] = field(default_factory=dict)
-    """Where each leaf that differs from the recipe was set, by dotted name."""
+    """Where each setting that differs from the recipe was set, by dotted name."""
     decisions: tuple[Decision, ...] = ()
     """All automatic choices in the order in which they were made, then remarks."""
 
@@ -85,10 +85,10 @@ def resolve(
 ) -> Settings:
     """Make every automatic choice of `config` and check the result.
 
-    `origins` tells where a leaf (dotted name) was set, for messages; a leaf that is missing there came with the
-    configuration itself, whose name is under the key "". `price` says what ops cost, for choices that depend on it.
-    With `gives_up` a setting below `overlap` that cannot work is chosen as if it had been left open, and its decision
-    says so. Raises ValueError with one line per problem.
+    `origins` says where settings (dotted names) were set, for messages; a missing one came with the configuration
+    itself, whose name is under the key "". `price` gives the costs of ops, for choices that depend on them. With
+    `gives_up`, a setting below `overlap` that cannot work is chosen as if it had been left open, and its decision says
+    so. Raises ValueError with one line per problem.
     """
     before = config if isinstance(config, Settings) else None
     host = host or (before.host if before else Host())
@@ -96,7 +96,7 @@ def resolve(
     # A setting that was set to auto counts as not set.
     origins = {name: origin for name, origin in origins.items() if name not in types() or leaf(config, name) != "auto"}
 
-    # Values that are wrong by themselves. Defaults take their place, so that rules about the others can be checked.
+    # Invalid values are replaced by defaults, so that rules about the other settings can still be checked.
     wrong = impossible(config, origins)
     sound = changed(config, {name: leaf(DEFAULTS, name) for name in wrong})
 
@@ -119,7 +119,7 @@ def resolve(
     decisions = [*shrunk, *(decision for decision in decisions if decision.setting not in unmet)]
     decisions += [replace(decision, value=leaf(settled, name)) for name, decision in unmet.items()]
 
-    # Remarks on what has no effect, and decisions of an earlier resolution that still hold.
+    # Remarks on settings without effect, and decisions of an earlier resolution that still hold.
     old = _still_chosen(before, settled) if before else {}
     decisions += _remarks(settled, host, origins, {decision.setting for decision in decisions} | old.keys())
     init, reasons = settled.model.init, (described(settled.model),)
@@ -127,17 +127,17 @@ def resolve(
     if host.tokenizer_begin:
         bos, reasons = settled.data.bos, (f"each document that is no chat begins with {host.tokenizer_begin}",)
         decisions.append(Decision(setting="data.bos", value=bos, asked=bos, reasons=reasons))
-    decisions = _carried(before, old, decisions) if before else decisions
+    decisions = _with_earlier(before, old, decisions) if before else decisions
     fields = {f.name: getattr(settled, f.name) for f in dataclasses.fields(Config)}
     return Settings(**fields, host=host, origins=origins, decisions=tuple(decisions))
 
 
 def without_copies(settings: Settings, reason: str) -> Settings:
-    """The settings for a host whose copy engines turned out not to work, if hocket chose copy engines by itself.
+    """The settings for a host whose copy engines failed the test, if hocket chose copy engines.
 
-    Settings that were chosen to save memory for copy engines stay. A transport that the user set stays. Kernels that
-    store rows need peers' memory too (`runtime/peer_rows.py`). So hocket does not choose them again, nor the graph
-    that they are part of, unless the user set one of these.
+    Settings chosen to save memory for copy engines stay, and so does a transport that the user set. Kernels that store
+    rows into peers' memory (`runtime/peer_rows.py`) would fail too. So hocket no longer chooses them, nor the CUDA
+    graph that contains them, unless the user set one of these.
     """
     if not chose_copies(settings, settings.decisions):
         return settings
@@ -150,9 +150,9 @@ def without_copies(settings: Settings, reason: str) -> Settings:
 
 
 def _runs(config: Config, host: Host, origins: Mapping[str, str]) -> tuple[Config, Config] | None:
-    """A configuration of a smaller mesh without what it gives up, and that with all choices that need no costs.
+    """A smaller mesh's configuration without the settings it gives up, and the same with all choices without costs.
 
-    None if a rule is broken, but for what is chosen later.
+    None if a rule is broken, except by settings that are chosen later.
     """
     settled, _, unmet = _settled(config, host, origins, smaller=True)
     if _left_broken(settled, host, origins, unmet):
@@ -161,12 +161,12 @@ def _runs(config: Config, host: Host, origins: Mapping[str, str]) -> tuple[Confi
 
 
 def _left_broken(config: Config, host: Host, origins: Mapping[str, str], unmet: Mapping[str, Decision]) -> list[Rule]:
-    """The rules that are still broken after what was given up."""
+    """The rules that are still broken without the settings that were given up."""
     return broken(config, host, {name: origin for name, origin in origins.items() if name not in unmet})
 
 
 def _priced(config: Config, decisions: list[Decision], host: Host, origins: Mapping[str, str]) -> Config:
-    """A configuration with all choices made on which costs of ops depend."""
+    """A configuration with the choices that costs of ops depend on."""
     config = _add(config, decisions, choose_hardware(config, host, origins))
     config = _add(config, decisions, choose_network(config, host))
     tensor = choose_tensor(config, host)
@@ -176,11 +176,11 @@ def _priced(config: Config, decisions: list[Decision], host: Host, origins: Mapp
 def _settled(
     config: Config, host: Host, origins: Mapping[str, str], smaller: bool = False, gives_up: bool = False
 ) -> tuple[Config, list[Decision], dict[str, Decision]]:
-    """A configuration with all choices made that need no costs, the choices, and the requests that were given up.
+    """A configuration with all choices that need no costs, the choices, and the requests that were given up.
 
-    Requests are given up if the caller `gives_up`, or if a `smaller` mesh than the configuration's has no use for
-    them: see Note: [Settings that a smaller mesh gives up]. One at a time is, since another may be possible then; what
-    takes its place is chosen like everything that was left open.
+    Requests are given up if the caller `gives_up`, or if a `smaller` mesh than the configuration's cannot use them: see
+    Note: [Settings that a smaller mesh gives up]. They are given up one at a time, since the next may then be possible.
+    Each is then chosen like a setting that was left open.
     """
     unmet: dict[str, Decision] = {}
     while True:
@@ -209,18 +209,18 @@ def _can_be_given_up(rule: Rule, config: Config, unmet: Mapping[str, Decision], 
 def _unmet(
     name: str, rules: list[Rule], config: Config, host: Host, origins: Mapping[str, str], smaller: bool
 ) -> Decision:
-    """A request that cannot be met, with all reasons and a fix for each: on a smaller mesh only more ranks are one."""
+    """A request that cannot be met, with all reasons and fixes. On a smaller mesh the only fix is more ranks."""
     reasons = tuple(rule_text(rule.reason, config, host) for rule in rules)
     fix = numbered([rule_text(rule.fix, config, host) for rule in rules])
     if smaller:
         reasons, fix = (f"on the smaller mesh: {numbered(reasons)}",), ""
-    value, where = _less(rules, config, host, origins), source(config, origins, name)
+    value, where = _without_broken(rules, config, host, origins), source(config, origins, name)
     asked = leaf(config, name)
     return Decision(setting=name, value=value, asked=asked, source=where, reasons=reasons, fix=fix, given_up=True)
 
 
-def _less(rules: list[Rule], config: Config, host: Host, origins: Mapping[str, str]) -> Any:
-    """A setting that breaks rules, without what breaks them: a list without some items if that will do, or default."""
+def _without_broken(rules: list[Rule], config: Config, host: Host, origins: Mapping[str, str]) -> Any:
+    """The value for a setting that breaks rules: a list loses the items that break them; others get the default."""
     name = rules[0].settings[0]
     items = leaf(config, name) if isinstance(leaf(config, name), tuple) else ()
     left = tuple(x for x in items if not any(rule.broken(changed(config, {name: (x,)}), host) for rule in rules))
@@ -229,9 +229,9 @@ def _less(rules: list[Rule], config: Config, host: Host, origins: Mapping[str, s
 
 
 def _add(config: Config, decisions: list[Decision], choices: Iterable[Choice]) -> Config:
-    """A configuration with choices made of what is open. They are added to the decisions, if there is a reason to give.
+    """Make choices for open settings, and add them to the decisions if they have a reason.
 
-    What had been chosen of the same settings before gives way.
+    A choice replaces earlier choices of the same setting.
     """
     for setting, value, reason in choices:
         earlier = next((i for i, decision in enumerate(decisions) if decision.setting == setting), len(decisions))
@@ -244,7 +244,7 @@ def _add(config: Config, decisions: list[Decision], choices: Iterable[Choice]) -
 
 
 def _remarks(config: Config, host: Host, origins: Mapping[str, str], decided: set[str]) -> Iterator[Decision]:
-    """What the rules let pass because the user did not ask for it, and what a preset lost to a recipe."""
+    """Remarks on settings without effect that the user did not set, and on a preset's values that a recipe overrode."""
     for rule in CHECKS:
         setting = rule.settings[0]
         came_with = setting in origins or leaf(config, setting) not in (leaf(DEFAULTS, setting), "off", ("off",))
@@ -252,16 +252,16 @@ def _remarks(config: Config, host: Host, origins: Mapping[str, str], decided: se
             yield _remark(rule, config, host, origins)
     for name, origin in origins.items():
         if isinstance(origin, Implied):
-            yield from _lost(config, name, origin)
+            yield from _preset_lost(config, name, origin)
 
 
 def _still_chosen(before: Settings, settled: Config) -> dict[str, Decision]:
-    """The choices that were made before and have not been changed since."""
+    """The earlier choices whose values are unchanged."""
     return {d.setting: d for d in before.decisions if d.chosen and leaf(settled, d.setting) == d.value}
 
 
-def _carried(before: Settings, old: Mapping[str, Decision], decisions: list[Decision]) -> list[Decision]:
-    """Decisions with those of before, in their order, that still hold."""
+def _with_earlier(before: Settings, old: Mapping[str, Decision], decisions: list[Decision]) -> list[Decision]:
+    """The decisions, preceded by earlier ones that still hold, in their order."""
     fresh = {decision.setting for decision in decisions}
     kept = [d for d in before.decisions if d in decisions or (old.get(d.setting) == d and d.setting not in fresh)]
     return kept + [decision for decision in decisions if decision not in kept]
@@ -275,8 +275,8 @@ def _remark(rule: Rule, config: Config, host: Host, origins: Mapping[str, str]) 
     return Decision(setting=setting, value=value, asked=value, source=where, reasons=(reason,), fix=fix)
 
 
-def _lost(config: Config, setting: str, origin: Implied) -> Iterator[Decision]:
-    """What a preset wanted and a recipe did not, as a decision."""
+def _preset_lost(config: Config, setting: str, origin: Implied) -> Iterator[Decision]:
+    """A preset's value that a recipe overrode, as a decision."""
     if origin.by:
         value, fix = leaf(config, setting), f"{setting} = {show(origin.lost)} in a file or on the command line"
         reasons = (f"{origin} sets it, and comes before a preset",)
@@ -350,7 +350,7 @@ GPU = "hardware.gpu"
 
 
 def choose_hardware(c: Config, h: Host, origins: Mapping[str, str]) -> Iterator[Choice]:
-    """The GPU, or the file of its measured rates. Raises ValueError if a file that was named cannot serve."""
+    """The GPU, or the file of its measured rates. Raises ValueError if a named file does not fit the run."""
     asked = c.hardware.gpu
     if asked != "auto":
         if asked.endswith(".json") and (file := read_measured(asked)) and c.precision.compute == "fp32":
@@ -369,7 +369,7 @@ def _gpu_of(c: Config, h: Host) -> tuple[GpuName | str, str]:
         return "laptop", "the run computes in fp32, and rates of GPUs are those of bf16"
     if not h.kinds:
         return "h200", f"no GPU here has a name, so an H200 is taken for granted; {GPU} names another one"
-    found = {device: _one(device, h) for device in h.kinds}
+    found = {device: _table_gpu(device, h) for device in h.kinds}
     device = min(found, key=lambda each: GPUS[found[each][0]].flops)
     gpu, reason = found[device]
     if len(found) > 1:
@@ -377,7 +377,7 @@ def _gpu_of(c: Config, h: Host) -> tuple[GpuName | str, str]:
     return gpu, reason
 
 
-def _one(device: str, h: Host) -> tuple[GpuName, str]:
+def _table_gpu(device: str, h: Host) -> tuple[GpuName, str]:
     """The table's GPU for one of this host, and why."""
     gpu = gpu_named(device)
     if gpu is None:
@@ -391,10 +391,10 @@ def _one(device: str, h: Host) -> tuple[GpuName, str]:
 
 
 def _kept(h: Host, gpu: str) -> str:
-    """The file that was kept for the GPUs of this host, if all ranks are on it and these are priced; else nothing."""
-    if len(h.kinds) != 1 or h.local_workers != h.workers or not kept_file(h.kinds[0]).is_file():
+    """The file of rates measured for this host's GPUs, if all ranks run on them and it fits `gpu`; else empty."""
+    if len(h.kinds) != 1 or h.local_workers != h.workers or not measured_file(h.kinds[0]).is_file():
         return ""
-    path = str(kept_file(h.kinds[0]))
+    path = str(measured_file(h.kinds[0]))
     return path if read_measured(path).gpu == gpu else ""
 
 
@@ -410,4 +410,4 @@ CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
     ("overlap.ep.splits", choose_splits),
     ("run.folder", choose_folder),
 )
-"""How each open setting is chosen, in an order in which every choice finds what it builds on: (value, reason)."""
+"""How each open setting is chosen: a function returning (value, reason). Later choices depend on earlier ones."""

@@ -1,14 +1,14 @@
-"""All rules between settings, those that only the planner can judge among them, and how broken ones are reported.
+"""All rules between settings, among them those that need the step's program, and how broken ones are reported.
 
-A broken rule becomes one line: setting, value, where the value came from, the reason, and a fix. The rules of a section
-are in its file of `hocket/config/`. Those here need to know what the program of a step would be. What a setting needs
-to have an effect, its field says (`OnlyWith`).
+A broken rule becomes one line: setting, value, where the value was set, the reason, and a fix. The rules of a section
+are in its file of `hocket/config/`. The rules here depend on the program of a step. What a setting needs to have an
+effect is annotated at its field (`OnlyWith`).
 
 Note: [What a setting needs is said beside it]
-To resolve a configuration with a setting and without it, and to compare the two steps, would find settings without
-effect, too. It would plan once more for each setting that the user gave, know nothing of what no plan has (a schedule,
-checkpoints, text), and not say what is missing. So a field names what it needs, in words that are tested here and are
-the fix in the message.
+Comparing a step planned with a setting to one planned without it would also find settings without effect. But it takes
+one more plan for each setting of the user, knows nothing of settings outside of plans (a schedule, checkpoints, text),
+and cannot say what is missing. So a field names what it needs, in words that are evaluated here and serve as the fix
+in the message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hocket.config.schema import annotated, asked, changed, types
 from hocket.config.train import TRAIN_RULES, TRAIN_WORDS
 from hocket.predict.hardware import hosts_of, spread_of
 from hocket.predict.tensor_costs import by_pieces
-from hocket.program.layer import MERGED, at_once, merged_order, order_problem
+from hocket.program.layer import MERGED, merged_order, order_problem, undeferred
 from hocket.program.ops import Layout
 from hocket.program.pipeline import groups, warmup
 from hocket.program.stages import layout_of
@@ -45,18 +45,18 @@ from hocket.program.values import lent_to
 
 
 def ranks_of_a_host(c: Config, h: Host) -> int:
-    """Ranks of a host, as the settings give them or as the run found them."""
+    """Ranks per host, as configured or as found when the run started."""
     each = c.network.ranks_per_host
     return (h.local_workers or c.mesh.world) if each == "auto" else each
 
 
 def leaves_host(c: Config, h: Host, purpose: Purpose) -> bool:
-    """Whether the groups for a purpose have ranks on several hosts."""
+    """Whether groups for a purpose span several hosts."""
     return c.mesh.world <= MOST_RANKS and spread_of(c.mesh, purpose, ranks_of_a_host(c, h)).hosts > 1
 
 
 def no_pieces(c: Config, h: Host) -> str:
-    """Why tokens of tensor-parallel ranks cannot be moved piece by piece; empty if they can."""
+    """Why tokens cannot be moved between tensor-parallel ranks in pieces; empty if they can."""
     if c.train.device == "cpu" or c.train.transport == "null":
         return ""
     if c.train.transport == "slow":
@@ -84,14 +84,14 @@ def group_of(c: Config) -> int:
     return c.plan.group or (2 * c.mesh.pp if c.plan.order == "merged_v" else c.mesh.pp)
 
 
-_MOST = 128
-"""Microbatches times pipeline ranks of a simulated step, unless one group has more already."""
+_MOST_MICROBATCHES = 128
+"""Most microbatches times pipeline ranks of a step simulated for a choice, unless one group already has more."""
 
 
 def few_microbatches(c: Config) -> int:
-    """Microbatches of a step that is simulated to choose by its time: three groups, or fewer of a long pipeline."""
+    """Microbatches of a step simulated for a choice: three groups, or fewer in a long pipeline."""
     group = group_of(c)
-    groups = min(3, max(1, _MOST // (group * c.mesh.pp)))
+    groups = min(3, max(1, _MOST_MICROBATCHES // (group * c.mesh.pp)))
     return min(c.train.microbatches, groups * group)
 
 
@@ -101,12 +101,12 @@ def has_pairs(c: Config) -> bool:
 
 
 def shares_units(c: Config) -> bool:
-    """Whether ranks share weights and gradients: data-parallel ones all, tensor-parallel ones those of experts."""
+    """Whether ranks share weights and gradients: all data-parallel ranks do, tensor-parallel ranks those of experts."""
     return c.mesh.data > 1 or (c.mesh.members("gather_experts") > 1 and "moe" in c.model.kinds())
 
 
 def most_layers(c: Config) -> int:
-    """Layers of the longest stage; 0 if the stages cannot be."""
+    """Layers of the longest stage; 0 if the stages are impossible."""
     layout = _layout(c)
     return 0 if layout is None else max(stop - start for start, stop in pairwise(layout.bounds))
 
@@ -115,18 +115,18 @@ def most_layers(c: Config) -> int:
 
 
 def longest_stage(c: Config) -> int:
-    """Layers that the longest stage may have: of given stages, of even ones, or of any that costs may choose later."""
+    """Most layers of the longest stage: as configured, evenly split, or for any split that costs may choose later."""
     chosen_later = c.plan.layers_per_stage == ("auto",) and c.mesh.pp > 1
     return max(most_layers(c), c.model.layers + 2 - c.stages) if chosen_later else most_layers(c)
 
 
 def most_named(items: tuple[str, ...]) -> int:
-    """The largest number of layers that an item such as `attn:2` names; 0 if none names one."""
+    """The largest layer count of items such as `attn:2`; 0 if none has one."""
     return max((part_and_layers(text)[1] or 0 for text in items), default=0)
 
 
 def _layout(c: Config) -> Layout | None:
-    """None where the stages cannot be, for which rules of their own say why."""
+    """None if the stages are impossible; other rules say why."""
     try:
         return layout_of(c)
     except ValueError:
@@ -134,7 +134,7 @@ def _layout(c: Config) -> Layout | None:
 
 
 def made_again(c: Config) -> list[tuple[str, str]]:
-    """Parts that are offloaded and keep nothing, or not all, and the recomputed parts that make it again."""
+    """Offloaded parts that keep nothing, or not all, because they are recomputed: each with the recomputed part."""
     layout = _layout(c) if c.plan.offload and "auto" not in (*c.plan.offload, *c.plan.recompute) else None
     if layout is None:
         return []
@@ -145,7 +145,7 @@ def made_again(c: Config) -> list[tuple[str, str]]:
 
 
 def recomputes(c: Config, part: str) -> bool:
-    """Whether some layer recomputes a part; True where the stages cannot be."""
+    """Whether some layer recomputes a part; True if the stages are impossible."""
     layout = _layout(c)
     return layout is None or any(name == part for name, _ in layout.recomputed)
 
@@ -160,14 +160,14 @@ def missing(c: Config, setting: str) -> list[str]:
 
 
 def order_matters(text: str) -> bool:
-    """Whether a layer order differs from the literature's where no weight gradient is deferred."""
-    return bool(order_problem(text)) or at_once(merged_order(text)) != at_once(MERGED["literature"])
+    """Whether a layer order differs from the literature's when no weight gradient is deferred."""
+    return bool(order_problem(text)) or undeferred(merged_order(text)) != undeferred(MERGED["literature"])
 
 
 # ------------------------------------------------------------------------------------------------ rules about the step
 
 _PARTS = {"plan.recompute": "missing_recompute", "plan.offload": "missing_offload"}
-"""Settings that name parts of layers -> the word for those that no layer has."""
+"""Settings that name parts of layers -> the word for named parts that no layer has."""
 
 STEP_RULES: tuple[Rule | Each, ...] = (
     # Orders
@@ -288,13 +288,13 @@ RULES: tuple[Rule | Each, ...] = (
 
 
 class Fact(NamedTuple):
-    """What an annotation may name beside comparisons such as `mesh.pp above 1`."""
+    """A condition that annotations may name, besides comparisons such as `mesh.pp above 1`."""
 
     settings: tuple[str, ...]
-    """What it depends on, for messages."""
+    """The settings it depends on, for messages."""
     holds: Callable[[Config], bool]
     fix: str
-    """What makes it hold."""
+    """The change that makes it hold."""
 
 
 FACTS = {
@@ -322,11 +322,11 @@ _COMPARED = re.compile(r"(\S+) (above|=|other than) (.+)")
 
 
 def fact_of(text: str) -> Fact:
-    """The fact that an annotation names. KeyError for one that there is not."""
+    """The fact that an annotation names. Raises KeyError for an unknown one."""
     if ", or " in text:
-        return _several(text, text.split(", or "), any)
+        return _combined(text, text.split(", or "), any)
     if " and " in text:
-        return _several(text, text.split(" and "), all)
+        return _combined(text, text.split(" and "), all)
     if not (found := _COMPARED.fullmatch(text)):
         return FACTS[text]
     name, how, rest = found.groups()
@@ -336,7 +336,7 @@ def fact_of(text: str) -> Fact:
     return Fact((name,), lambda c: (show(leaf(c, name)) in values) == (how == "="), text)
 
 
-def _several(text: str, parts: list[str], join: Callable[[Iterable[bool]], bool]) -> Fact:
+def _combined(text: str, parts: list[str], join: Callable[[Iterable[bool]], bool]) -> Fact:
     facts = [fact_of(part) for part in parts]
     names = tuple(name for fact in facts for name in fact.settings)
     return Fact(names, lambda c: join(fact.holds(c) for fact in facts), text)
@@ -364,11 +364,11 @@ def _idle(setting: str, idle: tuple[object, ...], holds: Callable[[Config], bool
 
 
 CHECKS: tuple[Rule, ...] = (*(one for rule in RULES for one in rule.each()), *_effects())
-"""Each rule about each setting, and what each setting needs to have an effect."""
+"""Each rule for each of its settings, and the conditions under which settings have an effect."""
 
 
 def broken(config: Config, host: Host, origins: Mapping[str, str]) -> list[Rule]:
-    """The rules that are broken. Needs a configuration that is within bounds and has no `auto` left."""
+    """The broken rules. The configuration must be within bounds, with no `auto` left."""
     binding = (rule for rule in CHECKS if not rule.remark)
     return [
         rule
@@ -379,7 +379,7 @@ def broken(config: Config, host: Host, origins: Mapping[str, str]) -> list[Rule]
 
 
 def refusal(c: Config, h: Host, values: Mapping[str, Any]) -> str | None:
-    """Why settings cannot have these values: the reason of a rule, empty if they have no effect. None if they can."""
+    """Why settings cannot have these values: a rule's reason, empty if they have no effect. None if they can."""
     tried = changed(c, values)
     rules = (rule for rule in CHECKS if not rule.remark and values.keys() & set(rule.settings))
     rule = next((rule for rule in rules if rule.broken(tried, h)), None)
@@ -389,7 +389,7 @@ def refusal(c: Config, h: Host, values: Mapping[str, Any]) -> str | None:
 
 
 def rule_lines(rules: Sequence[Rule], config: Config, host: Host, origins: Mapping[str, str]) -> list[str]:
-    """Broken rules as lines, each about the setting that the user touched if there is one, else about the first."""
+    """Broken rules as lines, each about the first of its settings that the user set, else about its first setting."""
     by_setting: dict[str, list[Rule]] = {}
     for rule in rules:
         setting = next((name for name in rule.settings if asked(origins, name)), rule.settings[0])
@@ -409,7 +409,7 @@ def numbered(texts: Sequence[str]) -> str:
 
 
 def rule_text(text: str, config: Config, host: Host) -> str:
-    """The reason or fix of a rule, with the values it speaks of filled in."""
+    """The reason or fix of a rule, with values filled in."""
 
     def value(found: re.Match[str]) -> str:
         name = found[1]
@@ -421,4 +421,4 @@ def rule_text(text: str, config: Config, host: Host) -> str:
 
 
 WORDS: Words = {**MODEL_WORDS, **MESH_WORDS, **PLAN_WORDS, **TRAIN_WORDS, **STEP_WORDS}
-"""What reasons and fixes say beside values of settings and of the host."""
+"""Words in reasons and fixes, besides values of settings and of the host."""

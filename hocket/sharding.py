@@ -1,7 +1,7 @@
-"""Names that go with `hocket.fully_shard`. With the policies of FSDP2, one import has what its loops need."""
+"""Companions of `hocket.fully_shard`. With FSDP2's policies, one import has everything a training loop needs."""
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle, share_comm_ctx
-from torch.optim import Muon  # which takes shards once a model is sharded
+from torch.optim import Muon  # takes shards once a model is sharded
 
 from hocket.fsdp.api import context_of, fully_shard, instead_of_fsdp2, step_and_gather, unit_of
 from hocket.fsdp.fsdp2 import FSDPModule, register_fsdp_forward_method

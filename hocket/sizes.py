@@ -1,5 +1,5 @@
 """Sizes, rates and times as users write and read them: a number and a unit."""
-# hocket_trace/columns.py has `counted`, `listed` and `several` too: it runs without hocket, and loads numpy.
+# hocket_trace/columns.py repeats `counted`, `listed` and `several`: it runs without hocket, and loads numpy.
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ RATES = {
     "Mb/s": 1e6 / 8,
     "Gb/s": 1e9 / 8,
 }
-"""Bytes per second; those of b/s are bits, in which adapters are sold."""
+"""Bytes per second. Units with a lower-case b are bits, as network adapters are sold."""
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 """Seconds."""
 _LONGEST = 3600.0
 _FIRST = 8
-"""Numbers that a sentence lists."""
+"""Most numbers that a sentence lists."""
 
 
 def parse_bytes(text: str, setting: str) -> int:
     """Bytes of a size such as "512MiB" or "1.5 GB". `setting` is named in errors.
 
-    Raises: ValueError for anything else, a number without a unit too.
+    Raises: ValueError for anything else, including a number without a unit.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2] not in UNITS:
@@ -64,7 +64,7 @@ def _in_units(text: str, units: Mapping[str, float], what: str) -> float:
 def duration(seconds: float) -> str:
     """Seconds with a unit that fits: `1.25 s`, `12.5 ms`, `3.0 µs`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= 0.9995 * scale:  # less is below 1,000 of the smaller unit, also rounded
+        if abs(seconds) >= 0.9995 * scale:  # else it rounds to below 1,000 of the smaller unit
             return f"{seconds / scale:.4g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
 
@@ -75,11 +75,11 @@ def counted(count: int, noun: str) -> str:
 
 
 def listed(noun: str, numbers: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0, 1`; of many the first."""
+    """`rank 3`, or `ranks 0, 1`; only the first of many."""
     shown = ", ".join(map(str, numbers[:_FIRST])) + (", ..." if len(numbers) > _FIRST else "")
     return f"{noun}{'s' if len(numbers) > 1 else ''} {shown}"
 
 
 def several(sources: Sequence[str]) -> str:
-    """The first of some files, and how many more there are."""
+    """The first of some files, and the number of further ones."""
     return f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else sources[0]

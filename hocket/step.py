@@ -1,9 +1,9 @@
-"""A planned step that trains: what `hocket.plan_model` and `hocket.plan(...).start()` return.
+"""A planned step that trains, as `hocket.plan_model` and `hocket.plan(...).start()` return it.
 
 Checkpoints of steps and runs hold what `state_of` returns. Its keys `model` and `optimizer` are those of
 `hocket.checkpoint.save` (`fsdp/saving/checkpoint.py`), the latter in torch's flat layout, since pipeline ranks hold
-different parameters. A third one, `step`, has what else the next step goes by: shares of the balance loss over a batch,
-and the norms by which steps are skipped.
+different parameters. A third key, `step`, has further state of the next step: expert shares for the balance loss over a
+batch, and the gradient norms that decide whether a step is skipped.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from hocket.typed import is_a
 T = TypeVar("T")
 
 STEP = "step"
-"""Key of checkpoints."""
+"""Key in checkpoints."""
 _PIECE = 1 << 26
-"""Elements that ranks put together at a time."""
+"""Elements that ranks combine at a time."""
 _LARGEST = 1e30
-"""Largest learning rate, as of `train.lr`."""
+"""Largest learning rate, as for `train.lr`."""
 
 
 class Outcome(NamedTuple):
-    """The result that a step reports, the same on all ranks."""
+    """The result of a step, the same on all ranks."""
 
     loss: float
-    """Mean cross-entropy over the targets that count of all microbatches and data-parallel ranks."""
+    """Mean cross-entropy over the targets of all microbatches and data-parallel ranks."""
     grad_norm: float
-    """Norm of the whole gradient, before it is clipped. If it is not finite, the step was not taken: weights stay."""
+    """Norm of the whole gradient before clipping. If it is not finite, the step was skipped: weights stay."""
 
 
 class PlannedStep:
-    """One rank of a planned step that trains: what `plan_model` and `Plan.start` return. Ranks call its methods alike.
+    """One rank of a planned step that trains, as `plan_model` and `Plan.start` return it. All methods are collective.
 
-    `parameters` has the model's own name and whole shape of each parameter that it trains, by hocket's name of it.
-    `buffers` are what else the model's state has, which no step changes, and `others` further names of parameters.
+    `parameters` maps hocket's name of each trained parameter to the model's own name and its whole shape. `buffers` are
+    further state of the model, which steps do not change. `others` maps further names of parameters to these names.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PlannedStep:
 
     @property
     def engine(self) -> Engine:
-        """What runs the step. Raises ValueError after `close`."""
+        """The engine that runs the step. Raises ValueError after `close`."""
         if self._engine is None:
             raise ValueError("step: it is closed; fix: plan it again")
         return self._engine
@@ -88,28 +88,28 @@ class PlannedStep:
     def __call__(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor], lr: float | None = None) -> Outcome:
         """Train on this data-parallel rank's part of a batch: one optimizer step.
 
-        `batch` is the microbatches, or token ids and targets, both [microbatches * sequences, sequence length]; targets
-        are the tokens to predict (-100 counts for nothing). Ranks of one pipeline are given the same. Without `lr` it
-        is `train.lr`. Each target weighs the same, in whichever microbatch and on whichever rank it is. Raises
-        ValueError, before anything runs, for a batch of other shapes and tokens that the model does not have, on the
-        rank whose batch it is, for which others wait; and on all ranks for a step without a target that counts. An
-        error inside of the step leaves the weights as they were before it.
+        `batch` is a list of microbatches, or token ids and targets, both [microbatches * sequences, sequence length];
+        targets are the tokens to predict (-100 is ignored). Ranks of one pipeline get the same batch. `lr` defaults to
+        `train.lr`. Every target has the same weight, in every microbatch and on every rank. Raises ValueError, before
+        anything runs, for a batch of other shapes or with tokens outside the model's vocabulary, on the rank with that
+        batch, while the others wait; and on all ranks for a step without targets. After an error inside of the step the
+        weights are those before it.
         """
         lr = self.settings.train.lr if lr is None else lr
         if not is_a(lr, float) or not 0 <= lr <= _LARGEST:
             raise ValueError(f"lr = {lr}: it would spoil all weights; fix: a finite number, 0 or larger")
         engine, microbatches = self.engine, self._microbatches(batch)
         result = self._or_abort(lambda: engine.train_step(microbatches, lr))
-        told = engine.agree(result.loss)
-        return Outcome(told.loss, told.grad_norm)
+        agreed = engine.agree(result.loss)
+        return Outcome(agreed.loss, agreed.grad_norm)
 
     def evaluate(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor]) -> float:
-        """The mean cross-entropy without training. Refuses what a step refuses."""
+        """The mean cross-entropy without training. Raises as a step does."""
         engine, microbatches = self.engine, self._microbatches(batch)
         return engine.agree(self._or_abort(lambda: engine.evaluate(microbatches))).loss
 
     def _or_abort(self, work: Callable[[], T]) -> T:
-        """The result of some work; after an error, nothing is left of what it began."""
+        """The result of `work`. After an error, unfinished operations are dropped."""
         try:
             return work()
         except Exception:
@@ -118,7 +118,7 @@ class PlannedStep:
 
     @property
     def program(self) -> Program:
-        """The plan."""
+        """The program of the step."""
         return self.engine.program
 
     def simulate(self) -> Timeline:
@@ -130,9 +130,9 @@ class PlannedStep:
         return text_timeline(self.simulate(), self.program, width)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every trained parameter by its own name, whole, fp32, on the CPU: put together one after the other.
+        """Every trained parameter by its own name: whole, fp32, on the CPU, gathered one after another.
 
-        Raises ValueError with tensor-parallel ranks, which hold parts of parameters: save a checkpoint instead.
+        Raises ValueError with tensor parallelism, where ranks hold parts of parameters: save a checkpoint instead.
         """
         if self.settings.mesh.tp > 1:
             raise ValueError(
@@ -149,7 +149,7 @@ class PlannedStep:
             whole = torch.empty(shape.numel())
             for lo in range(0, shape.numel(), _PIECE):
                 hi = min(lo + _PIECE, shape.numel())
-                # What several ranks have is alike, so the largest is what it is.
+                # Ranks that hold the same elements have equal values, so the maximum is the value.
                 part = torch.full((hi - lo,), -torch.inf, device=device)
                 for piece in pieces.get(name, ()):
                     first, last = max(lo, piece.lo), min(hi, piece.hi)
@@ -160,9 +160,9 @@ class PlannedStep:
             yield theirs, whole.view(shape)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that the model's own `state_dict` has, by the same names: `named_weights`, and buffers. On every rank.
+        """Everything in the model's own `state_dict`, by the same names: `named_weights` and buffers. On every rank.
 
-        `load_state_dict` of the model takes it, and `save_pretrained(..., state_dict=...)` of transformers.
+        The model's `load_state_dict` takes it, and transformers' `save_pretrained(..., state_dict=...)`.
         """
         weights = dict(self.named_weights())
         found = {**weights, **{other: weights[name] for other, name in self.others.items()}}
@@ -172,7 +172,7 @@ class PlannedStep:
         return found
 
     def load_into(self, model: nn.Module) -> None:
-        """Copy the weights into a model of the same shape, such as the one that was planned. ValueError for another."""
+        """Copy the weights into a model of the same shapes, such as the planned one. ValueError for another."""
         params = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
         constants = {name: buffer for name, buffer in self.buffers.items() if name in params}
         if wrong := differences(params, {**dict(self.parameters.values()), **constants}):
@@ -182,13 +182,13 @@ class PlannedStep:
                 params[name].copy_(value)
 
     def save(self, folder: str | os.PathLike[str], *, asynchronously: bool = False) -> Future[Path]:
-        """Save weights, the optimizer's state and buffers to a new folder, which appears when all of it is written.
+        """Save weights, optimizer state and buffers to a new folder, which appears once it is complete.
 
-        With `asynchronously` this returns as soon as the next step may begin, as `hocket.checkpoint.save` does:
-        `result()` of what is returned waits until the folder is there. Otherwise all is done on return.
+        With `asynchronously` this returns as soon as the next step may begin, like `hocket.checkpoint.save`: `result()`
+        of the future waits for the folder. Otherwise the folder is complete on return.
 
-        It is in the format of `hocket.checkpoint.save`, by the model's own names: `load` takes it on any mesh,
-        `hocket.checkpoint.load` into the model under `fully_shard`, and torch's DCP into the plain one. Raises
+        The format is that of `hocket.checkpoint.save`, with the model's own names: `load` reads it on any mesh,
+        `hocket.checkpoint.load` into the model under `fully_shard`, and torch's DCP into the plain model. Raises
         ValueError if the folder is in use or the ranks do not share it, OSError if it cannot be written.
         """
         path = Path(folder)
@@ -202,37 +202,37 @@ class PlannedStep:
         return save_state(path, state, self.others, asynchronously=asynchronously)
 
     def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True) -> None:
-        """Load what `save` or `hocket.checkpoint.save` wrote, on any number of ranks; each reads what it keeps.
+        """Load what `save` or `hocket.checkpoint.save` wrote, on any number of ranks; each reads only its part.
 
-        Without `optimizer` the weights alone, and the optimizer begins anew. Its settings stay those of `train.*`.
-        Raises ValueError, before anything changes, for a folder that is no checkpoint of such a model; for damaged
-        files ValueError or OSError, and then weights may have been loaded.
+        Without `optimizer` only weights are loaded, and the optimizer starts afresh. Its settings stay those of
+        `train.*`. Raises ValueError, before anything changes, for a folder that is no checkpoint of this model; for
+        damaged files ValueError or OSError, after which some weights may have been loaded.
         """
         self._refuse_state()
         reader = CheckpointReader(Path(folder))
         stored = reader.shapes()
         self._refuse_other_model(Path(folder), stored, optimizer)
-        begin_anew(self.engine)
+        reset_step_state(self.engine)
         state = self._state()
         lacking = {name for name in state[STEP] if f"{STEP}.{name}" not in stored}
         for name in lacking:
             del state[STEP][name]
         reader.load(state if optimizer else {MODEL: state[MODEL]})
         if not optimizer:
-            forget_updates(self.engine)
+            reset_optimizer(self.engine)
             return
         if lacks := self._lacks(lacking):
             warnings.warn(f"checkpoint {folder} lacks {lacks}: they begin anew", stacklevel=2)
-        take(self.engine, state[OPTIMIZER])
+        resume_from(self.engine, state[OPTIMIZER])
 
     def _state(self) -> dict[str, dict[str, Any]]:
-        """What a checkpoint holds of this rank, by the model's own names."""
+        """The tensors of this rank for a checkpoint, by the model's own names."""
         state = state_of(self.engine, {name: theirs for name, (theirs, _) in self.parameters.items()})
         state[MODEL] |= self.buffers
         return state
 
     def _refuse_state(self) -> None:
-        """Raise ValueError where there is nothing to save or go on from."""
+        """Raise ValueError if the transport exchanges nothing: such a state is not worth saving or loading."""
         if self.settings.train.transport == "null":
             raise ValueError(
                 "train.transport = null: ranks have not exchanged what they learnt, which is nothing to save or go on "
@@ -240,7 +240,7 @@ class PlannedStep:
             )
 
     def _lacks(self, missing: Collection[str]) -> str:
-        """In words, what the next step will miss."""
+        """The missing state of the next step, in words."""
         spikes = self.engine.config.optimizer.skip_spikes
         words = {
             "the shares of rows that model.aux_loss_over = batch goes by": any(n.endswith(".share") for n in missing),
@@ -249,7 +249,7 @@ class PlannedStep:
         return " and ".join(text for text, lacking in words.items() if lacking)
 
     def _refuse_other_model(self, folder: Path, shapes: Mapping[str, Any], optimizer: bool) -> None:
-        """Raise ValueError, the same on all ranks, for a checkpoint that is none of such a model."""
+        """Raise ValueError, the same on all ranks, for a checkpoint of another model or optimizer."""
         if not shapes:
             raise ValueError(f"checkpoint {folder}: it is not complete, for it has no .metadata; fix: what save wrote")
         mine = self._state()
@@ -267,7 +267,7 @@ class PlannedStep:
             )
 
     def close(self) -> None:
-        """Give back memory and process groups. The step cannot be used any more."""
+        """Free memory and process groups. The step cannot be used afterwards."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -293,7 +293,7 @@ class PlannedStep:
                 f"{shape[1]} tokens"
             )
         found = found or [Microbatch(*pair) for pair in zip(*(x.split(shape[0]) for x in several), strict=True)]
-        microbatches = [self._examined(n, one, device) for n, one in enumerate(found)]
+        microbatches = [self._checked(n, one, device) for n, one in enumerate(found)]
         learnt = torch.stack([(one.targets != IGNORED).sum() for one in microbatches]).sum()
         self.engine.groups.control.all_reduce(learnt).wait()
         if not learnt and self.settings.train.transport != "null":
@@ -303,8 +303,8 @@ class PlannedStep:
             )
         return microbatches
 
-    def _examined(self, n: int, one: Microbatch, device: torch.device) -> Microbatch:
-        """A microbatch on the device. Raises ValueError for tokens that the model does not have."""
+    def _checked(self, n: int, one: Microbatch, device: torch.device) -> Microbatch:
+        """A microbatch on the device. Raises ValueError for tokens outside the model's vocabulary."""
         ids, targets = one.ids.long(), one.targets.long()
         packed = self.settings.data.packing != "off"
         there = isinstance(one.documents, Documents) and one.documents.ids_BS.shape == ids.shape
@@ -327,20 +327,20 @@ class PlannedStep:
 
     @property
     def _rows(self) -> int:
-        """Rows of the embedding; where it is no single table, of the head."""
+        """Rows of the embedding; rows of the head if it is not a single table."""
         tables = [shape for name, (_, shape) in self.parameters.items() if name.startswith("embed.")]
         return tables[0][0] if len(tables) == 1 and len(tables[0]) == 2 else self.settings.model.vocab
 
 
 def _usable(value: object) -> bool:
-    """Whether a value is a tensor of whole numbers, with data."""
+    """Whether a value is a tensor of integers with data."""
     if not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided:
         return False
     return not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
 
 
 def other_ranks(config: Config) -> list[str]:
-    """A problem, if there are not as many ranks as a mesh has."""
+    """A problem if the number of ranks differs from the mesh's."""
     ranks, mesh = dist.get_world_size() if dist.is_initialized() else 1, config.mesh
     if mesh.world == ranks:
         return []
@@ -353,8 +353,8 @@ def other_ranks(config: Config) -> list[str]:
     return [f"mesh.pp * mesh.dp{contexts} * mesh.tp = {mesh.world}: {started}{alone}; fix: {fix}"]
 
 
-def started(settings: Settings) -> PlannedStep:
-    """The rank's part of a step over hocket's own transformer, with first values. See `Plan.start`."""
+def start(settings: Settings) -> PlannedStep:
+    """The part of this rank in a step of hocket's own transformer, with initial weights. See `Plan.start`."""
     whole = Chunk(settings.model, range(settings.model.layers), first=True, last=True)
     names = {name: (name, param.shape) for name, param in whole.named_parameters()}
     stop_if([*other_ranks(settings), *unmatched(settings.optimizer, [(name,) for name in names], settings.origins)])
@@ -371,9 +371,9 @@ def started(settings: Settings) -> PlannedStep:
 
 
 def state_of(engine: Engine, names: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """What this rank has of weights and state, by key of a checkpoint: live tensors, but for counts of updates.
+    """The weights and state of this rank, by key of a checkpoint: live tensors, except for update counts.
 
-    `names` has the names of parameters there.
+    `names` maps parameters to their names in the checkpoint.
     """
     optimizer, updates = engine.optimizer, torch.tensor(float(engine.optimizer.steps))
     kept = [(each.piece, {key: getattr(each, key) for key in AVERAGES}) for each in optimizer.state.values()]
@@ -384,32 +384,32 @@ def state_of(engine: Engine, names: Mapping[str, str] | None = None) -> dict[str
         weights[name] = piece.boxes(piece.main)
         state |= {f"state.{name}.{key}": piece.boxes(flat) for key, flat in items.items()}
         state[f"state.{name}.step"] = updates.clone()
-    return {MODEL: weights, OPTIMIZER: state, STEP: following(engine)}
+    return {MODEL: weights, OPTIMIZER: state, STEP: step_state(engine)}
 
 
-def following(engine: Engine) -> dict[str, Any]:
-    """What the next step goes by beside weights and the optimizer's state."""
+def step_state(engine: Engine) -> dict[str, Any]:
+    """State of the next step besides weights and the optimizer's state."""
     shares = {f"layers.{n}.share": share for n, share in engine.balance.shares().items()}
     return {**shares, **engine.optimizer.guard.remembered}
 
 
-def begin_anew(engine: Engine) -> None:
-    """Forget what `following` has."""
+def reset_step_state(engine: Engine) -> None:
+    """Reset what `step_state` returns."""
     for share in engine.balance.shares().values():
         share.fill_(1 / len(share))
     engine.optimizer.guard.forget()
 
 
-def take(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Go on from loaded weights, and from what was loaded of the optimizer's state."""
+def resume_from(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Continue from loaded weights and optimizer state."""
     updates = (int(value) for key, value in state.items() if key.endswith(".step"))
-    engine.optimizer.steps = max(everyone(max(updates, default=0)))  # small parameters are on some ranks alone
+    engine.optimizer.steps = max(everyone(max(updates, default=0)))  # small parameters are only on some ranks
     engine.sharded.refresh()
 
 
-def forget_updates(engine: Engine) -> None:
-    """After weights were loaded alone: the optimizer begins anew."""
+def reset_optimizer(engine: Engine) -> None:
+    """Restart the optimizer, after loading only weights."""
     state = state_of(engine)[OPTIMIZER]
     for value in state.values():
         local_of(value).zero_()
-    take(engine, state)
+    resume_from(engine, state)

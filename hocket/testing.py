@@ -2,8 +2,8 @@
 
     from hocket.testing import profile_overlap
 
-    def test_gathers_are_hidden():                       # on every rank, with the process group made
-        model, x = sharded_model()                       # n layers, each sharded on its own, large enough
+    def test_gathers_are_hidden():                       # on every rank, with its process group
+        model, x = sharded_model()                       # n layers, each sharded separately, large enough
         for _ in range(3):                               # warm up: kernels are loaded, connections made
             model(x).sum().backward()
         with profile_overlap() as overlap:
@@ -12,17 +12,17 @@
             loss.backward()
         gathers = overlap.of("gather").within("forward")
         assert len(gathers) == n
-        assert gathers.overlapped >= n - 1, gathers      # nothing can run beside the first
+        assert gathers.overlapped >= n - 1, gathers      # nothing overlaps the first
         assert gathers[1:].hidden >= 0.9, gathers
 
-A collective is known by the torch op that launched it, not by the name of its kernel, and compute is whatever else ran
-on the device: see `docs/explain.md`. What to know before a threshold is chosen:
+A collective is identified by the torch op that launched it, not by the name of its kernel. Everything else that ran on
+the device is compute: see `docs/explain.md`. To choose a threshold, consider:
 
-- Sizes must be large enough that the device is never out of work. Where the host launches too slowly, collectives fall
-  into gaps between kernels, and the test says more about Python than about overlap.
-- A kernel that waits for a late peer runs meanwhile, and counts. So each rank looks at its own trace.
+- Sizes must be large enough to keep the device busy. If the host launches too slowly, collectives fall into gaps
+  between kernels, and the test measures Python rather than overlap.
+- A kernel that waits for a late peer is running, and counts. So each rank reads its own trace.
 - On a CPU a send counts until its host waits for it, wherever the data is by then.
-- Hidden is not free. What a hidden collective costs the compute beside it, only a run without it can tell.
+- Hidden is not free. Only a run without a hidden collective shows how much it slows the compute it overlaps.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ from hocket_trace.read import understood
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective, send or receive on this rank. Times in seconds, from the first activity of the trace."""
+    """One collective, send or receive on this rank. Times are in seconds since the first activity of the trace."""
 
     kind: Kind
     launcher: str
-    """The torch op that launched it, such as `nccl:_all_gather_base`; empty if not known."""
+    """The torch op that launched it, such as `nccl:_all_gather_base`; empty if unknown."""
     group: str
-    """Description of its process group; empty if not known."""
+    """Description of its process group; empty if unknown."""
     op: str
-    """The named op, such as `gather dense t0 c0 l3 s1` of hocket's plan; empty without a `plan`."""
+    """Its op in the plan, such as `gather dense t0 c0 l3 s1`; empty without a `plan`."""
     layer: int
-    """-1 if not known."""
+    """-1 if unknown."""
     launched: float
-    """When the host launched it; nan if not known."""
+    """When the host launched it; nan if unknown."""
     spans: Spans = field(repr=False)
     """When its kernels and copies ran."""
     hidden: float
-    """Share of its time in which compute ran too."""
+    """Share of its time in which compute also ran."""
 
     @property
     def start(self) -> float:
@@ -82,7 +82,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Collectives(Sequence[Collective]):
-    """Some collectives, by start. A slice of them is some collectives too."""
+    """Collectives, by start. A slice is `Collectives` too."""
 
     items: tuple[Collective, ...]
     compute: Spans = field(repr=False)
@@ -99,11 +99,11 @@ class Collectives(Sequence[Collective]):
         return replace(self, items=self.items[index]) if isinstance(index, slice) else self.items[index]
 
     def __str__(self) -> str:
-        """One line per collective: the message of an assertion that fails."""
+        """One line per collective: the message of a failing assertion."""
         return "\n".join(map(str, self.items)) or "no collectives"
 
     def of(self, *kinds: Kind, group: str = "", launcher: str = "", op: str = "") -> Collectives:
-        """Those of these kinds (none: of any) in whose group, launcher and plan op the patterns are found."""
+        """Those of the given kinds (default: any) whose group, launcher and plan op match the patterns."""
 
         def fits(one: Collective) -> bool:
             found = zip((group, launcher, op), (one.group, one.launcher, one.op), strict=True)
@@ -112,7 +112,7 @@ class Collectives(Sequence[Collective]):
         return replace(self, items=tuple(filter(fits, self.items)))
 
     def within(self, annotation: str) -> Collectives:
-        """Those launched, by whatever thread, while an annotation (`record_function`) of that name was open."""
+        """Those launched, by any thread, while an annotation (`record_function`) of that name was open."""
         if annotation not in self.annotations:
             known = ", ".join(sorted(self.annotations)[:20]) or "none"
             raise ValueError(f"annotation = {annotation}: it is not in the trace; fix: one of those that are: {known}")
@@ -122,12 +122,12 @@ class Collectives(Sequence[Collective]):
 
     @property
     def kinds(self) -> list[Kind]:
-        """Their kinds, one by one."""
+        """The kind of each."""
         return [one.kind for one in self.items]
 
     @property
     def overlapped(self) -> int:
-        """How many have any compute beside them."""
+        """How many overlap any compute."""
         return sum(one.hidden > 0 for one in self.items)
 
     @property
@@ -137,7 +137,7 @@ class Collectives(Sequence[Collective]):
 
     @property
     def hidden(self) -> float:
-        """Share of `seconds` in which compute ran too; 1 without any collective."""
+        """Share of `seconds` in which compute also ran; 1 without collectives."""
         return min(length(intersect(self._spans, self.compute)) / self.seconds, 1.0) if self.seconds else 1.0
 
     @property
@@ -152,7 +152,7 @@ class Collectives(Sequence[Collective]):
 
 
 class Overlap:
-    """What `profile_overlap` has found, once its block is left: see `of`."""
+    """The result of `profile_overlap`, available after its block: see `of`."""
 
     def __init__(self) -> None:
         self.trace: RankTrace | None = None
@@ -176,7 +176,7 @@ class Overlap:
         return length(self.all.compute)
 
     def counts(self) -> dict[Kind, int]:
-        """Collectives of every kind that occurs."""
+        """Number of collectives per kind that occurs."""
         found = {kind: len(self.of(kind)) for kind in COMMUNICATION}
         return {kind: count for kind, count in found.items() if count}
 
@@ -198,7 +198,7 @@ class Overlap:
 
 
 def _collectives(trace: RankTrace, compute: Spans) -> Iterator[Collective]:
-    """One per call: a call of a copy engine's collective is several activities, a coalesced one too."""
+    """One per call: a call of a copy-engine collective, or a coalesced one, is several activities."""
     rows = np.flatnonzero(trace.of_kind(*COMMUNICATION) & (trace.end > trace.start))
     calls: dict[int, list[int]] = {}
     for row in rows.tolist():
@@ -226,15 +226,15 @@ def _kind(word: str) -> Kind:
 
 @contextmanager
 def profile_overlap(keep: Path | None = None, plan: Mapping[str, Any] | None = None) -> Iterator[Overlap]:
-    """Profile the block on this rank's CPU and GPU, and tell which of its collectives ran beside compute.
+    """Profile the block on this rank's CPU and GPU, and report which of its collectives overlapped with compute.
 
-    Work that was launched before is waited for first, and the block's own before it ends. The answers are there after
-    the block. The trace is written to `keep`, if given, for a look at it when an assertion fails. `plan` tells what the
-    ops are that the block names, if it names some (`hocket_trace/parse.py`). On a CPU the transfers of gloo are seen,
-    and compute is what torch computes meanwhile.
+    Waits for earlier work first, and for the block's own work at its end. Results are available after the block. The
+    trace is written to `keep`, if given, for inspection when an assertion fails. `plan` describes the ops that the
+    block names, if any (`hocket_trace/parse.py`). On a CPU, gloo's transfers are the collectives, and torch's ops the
+    compute.
 
     Raises TraceError if the block neither computed nor communicated, and ValueError while another profiler records:
-    torch has one, and would end the process.
+    torch has only one, and would abort the process.
     """
     if torch.autograd._profiler_enabled():
         raise ValueError("profile_overlap: another profiler, or profile_overlap, is recording; fix: end it first")
@@ -243,7 +243,7 @@ def profile_overlap(keep: Path | None = None, plan: Mapping[str, Any] | None = N
     if on_gpu:
         torch.cuda.synchronize()
     profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
-    with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns that another recording would replace this one
+    with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns that a second one would replace this
         profiler.start()
     try:
         if plan is not None:

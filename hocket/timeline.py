@@ -1,7 +1,7 @@
 """A predicted step as text, as a picture and as numbers.
 
-The text has rows like the picture: for each pipeline rank its lanes, compute first, and one row that marks the exposed
-time, in which communication runs and compute rests. The picture and the page are those of measured steps
+The text has the rows of the picture: for each pipeline rank its lanes, compute first, and a row that marks exposed
+time, in which communication runs and compute is idle. The picture and the page are those of measured steps
 (`hocket_trace`).
 """
 
@@ -34,14 +34,14 @@ _LETTERS = {
     "wgrad": "w", "add": "w", "gather": "g", "collect": "g", "reduce": "r", "scatter": "r",
     "offload": "o", "reload": "l", "step": "S", "orthogonalise": "S", "update": "S",
 }  # fmt: skip
-"""Of verbs that mean the same whatever they work on."""
+"""Letters of verbs that do not depend on the part."""
 _WIDEST = 10_000
-"""Characters of the longest line."""
+"""Most characters of a line."""
 _SEEN = 600
 """Ops of a rank that a page can show at once: about one every two pixels."""
 _MUCH, _SOME = 0.5, 0.1
-"""Shares of a character's time. Communication ops are short and stand apart: of a lane that is busy for a third of
-every character one would see nothing, if half were asked for."""
+"""Shares of a character's time above which it is marked. Communication ops are short and scattered: with a threshold of
+one half, a lane that is busy for a third of every character would look idle."""
 
 
 def letter(op: Op, layout: Layout) -> str:
@@ -61,7 +61,7 @@ def _mark(part: Part) -> str:
 
 
 def _legend_of(layout: Layout) -> str:
-    """What the letters of parts mean."""
+    """The meaning of the letters of parts."""
     parts = {part.name: part for kind in layout.layer_types for part in kind.parts}
     named = (f"{_mark(part)} {part.name}" for part in (EMBED, *parts.values(), HEAD))
     return "\n".join(["  ".join(named) + ": forward; small letters: backward", _LEGEND])
@@ -73,9 +73,9 @@ def _legend_of(layout: Layout) -> str:
 def text_timeline(timeline: Timeline, program: Program, width: int = 120) -> str:
     """One row per rank and lane, `width` characters wide, and a legend.
 
-    A character stands for a stretch of time and shows the op that runs longest in it, `·` if the lane rests for more
-    than half of it. On a communication lane a tenth is enough, and `'` stands for less. Raises ValueError for a width
-    that no terminal has.
+    A character covers an interval and shows the op that runs longest in it, or `·` if the lane is idle for more than
+    half of it. On a communication lane a tenth is enough, and `'` stands for less. Raises ValueError for an impossible
+    width.
     """
     if not is_a(width, int) or not 1 <= width <= _WIDEST:
         raise ValueError(f"width = {width}: not the characters of a line; fix: a whole number from 1 to {_WIDEST}")
@@ -108,13 +108,13 @@ def text_timeline(timeline: Timeline, program: Program, width: int = 120) -> str
 
 
 def _lanes(ops: Iterable[Op]) -> list[Lane]:
-    """The lanes of a rank on which time passes. A send takes none."""
+    """The lanes of a rank that take time. A send takes none."""
     used = {op.lane for op in ops if op.verb != "send"}
     return sorted(used, key=lambda lane: (LANES.index(lane) if lane in LANES else len(LANES), lane))
 
 
 def _text_row(marks: Iterable[tuple[str, Any, Any]], columns: int, step: float) -> list[tuple[str, float]]:
-    """For every character of a row: the mark that fills most of its time, and the share that all marks fill."""
+    """For each character of a row: the mark with the longest time, and the share of time of all marks."""
     time_of: list[dict[str, float]] = [defaultdict(float) for _ in range(columns)]
     for mark, start, end in marks:
         first, last = float(start) / step, float(end) / step
@@ -127,7 +127,7 @@ def _text_row(marks: Iterable[tuple[str, Any, Any]], columns: int, step: float) 
 
 
 def as_traces(timeline: Timeline, program: Program) -> tuple[RankTrace, ...]:
-    """The step as traces of its pipeline ranks, so that it is drawn like a measured one. No host is late in it."""
+    """The step as traces of its pipeline ranks, to draw it like a measured one. Hosts are never late in it."""
     found, end = [], float(timeline.makespan)
     for rank, (ops, spans) in enumerate(zip(program.ranks, timeline.spans, strict=True)):
         timed = [(op, span) for op, span in zip(ops, spans, strict=True) if span.end > span.start]
@@ -174,7 +174,7 @@ def as_traces(timeline: Timeline, program: Program) -> tuple[RankTrace, ...]:
 
 
 def svg_timeline(timeline: Timeline, program: Program, width: int = 1200) -> str:
-    """A picture of the step as one SVG document, `width` pixels wide; ops tell their name when pointed at."""
+    """Draw the step as an SVG document, `width` pixels wide; ops show their names as tooltips."""
     traces = as_traces(timeline, program)
     labels = {
         str(op): f"{letter(op, program.layout)}{op.microbatch if op.microbatch >= 0 else ''}"
@@ -187,9 +187,9 @@ def svg_timeline(timeline: Timeline, program: Program, width: int = 1200) -> str
 def html_timeline(
     timeline: Timeline, program: Program, title: str = "Predicted step", about: Sequence[str] = ()
 ) -> str:
-    """A page that needs no other file: a timeline to zoom into, and numbers per rank.
+    """A self-contained page: a timeline to zoom into, and numbers per rank.
 
-    A step of more ops than can be seen at once opens on one merged period: 0 shows all of it.
+    If a step has too many ops to see at once, the page opens on one merged period: the key 0 shows all of it.
     """
     traces = as_traces(timeline, program)
     first = merged_period(timeline, program) if max(map(len, program.ranks)) > _SEEN else None
@@ -197,7 +197,7 @@ def html_timeline(
 
 
 def merged_period(timeline: Timeline, program: Program) -> tuple[float, float] | None:
-    """When the first rank with merged passes runs the one in their middle, until its next pass; None without any."""
+    """Time of the middle merged pass on the first rank that has any, until its next pass; None without any."""
     for ops, spans in zip(program.ranks, timeline.spans, strict=True):
         begins: dict[tuple[int, int], float] = {}
         for op, span in zip(ops, spans, strict=True):

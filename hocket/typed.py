@@ -1,4 +1,4 @@
-"""Values and the types that annotations give them: whether one fits, how a type is called, and how JSON becomes one."""
+"""Values and type annotations: whether a value fits, a type's name in words, and conversion from JSON."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _MOST = 2**27
-"""Largest whole number that `read` takes: a larger one would be a table that no memory holds."""
+"""Largest integer that `read` accepts: a larger one would be a table that fits into no memory."""
 
 
 def is_a(value: object, hint: Any) -> bool:
-    """Whether a value has the type of an annotation. An int will do for a float; a bool is not a number."""
+    """Whether a value has the annotated type. An int is also a float; a bool is not a number."""
     if get_origin(hint) is Literal:
         return any(value == option and type(value) is type(option) for option in get_args(hint))
     if get_origin(hint) in (Union, UnionType):
@@ -48,10 +48,10 @@ def describe(hint: Any) -> str:
 
 
 def read(hint: Any, value: Any, name: str) -> Any:
-    """A value of JSON as an annotation says: lists become tuples, objects mappings, dataclasses or named tuples.
+    """Convert a JSON value to an annotated type: lists become tuples, objects mappings, dataclasses or named tuples.
 
-    Raises ValueError for anything else: another type, an unknown or missing field, a number too large.
-    `name` says where the value stands.
+    Raises ValueError for anything else: another type, an unknown or missing field, a number too large. `name` is the
+    value's place, for messages.
     """
     args = get_args(hint)
     if get_origin(hint) is tuple and isinstance(value, list | tuple):
@@ -70,7 +70,7 @@ def read(hint: Any, value: Any, name: str) -> Any:
 
 
 def _object(kind: Any, value: Any, name: str) -> Any:
-    """A dataclass or named tuple. Fields that do not count in comparisons have no form in JSON."""
+    """A dataclass or named tuple. Fields excluded from comparison are not part of its JSON."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} = {value!r}: not an object")
     hints, place = _hints(kind), f"{name}." if name else ""

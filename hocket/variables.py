@@ -1,13 +1,13 @@
 """Environment variables that decide whether communication overlaps: the values that hocket wants, and costs of others.
 
-A library reads each variable once, at a moment of its own. A value that is set later has no effect, and no library says
-so. So `survey` compares the wanted values with the values found, and with what has already happened in this process.
-It is pure: the environment comes as a value.
+A library reads each variable once, at its own time. A value that is set later has no effect, and no library says so. So
+`survey` compares the wanted values with the values found, and with what has already happened in this process. It is
+pure: the environment is passed in as a value.
 
 Note: [Who sets what]
 hocket sets missing variables before torch is imported: in the process that forks the workers, or in each worker of
-torchrun and Slurm. Every value that a user has set stays. hocket reports it with its cost. The exception is NVLink
-multicast. No setting leaves it on. A user who turns it on gets an error; hocket does not change the value.
+torchrun and Slurm. Values that the user has set stay, and hocket reports their cost. The exception is NVLink multicast:
+no setting leaves it on, and a user who turns it on gets an error instead of a changed value.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ State = Literal["ok", "set", "late", "kept", "refused"]
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable that hocket wants to have a value."""
+    """A variable for which hocket wants a value."""
 
     name: str
     value: str
     read: Moment
-    """The only moment at which its value is read."""
+    """The only time at which its value is read."""
     cost: str
     """The cost of another value."""
     must: bool = False
@@ -38,11 +38,11 @@ class Variable:
 
 @dataclass(frozen=True)
 class Harm:
-    """A variable that costs overlap when it is set at all, or set to certain values."""
+    """A variable that costs overlap when it is set at all, or to certain values."""
 
     name: str
     values: tuple[str, ...]
-    """Values that harm; empty means any."""
+    """Values that cost overlap; empty means any."""
     cost: str
     fix: str = ""
     """Empty means: unset it."""
@@ -50,14 +50,14 @@ class Harm:
 
 @dataclass(frozen=True)
 class Finding:
-    """One variable: the wanted value, the found value, and what that means."""
+    """One variable: the wanted value, the found value, and the consequence."""
 
     name: str
     wanted: str
     found: str
     """Empty if it was not set."""
     state: State
-    """`set`: was missing, hocket sets it; `late`: set, but its reader has read it before; `kept`: the user's."""
+    """`set`: was missing, hocket sets it; `late`: set after it was read; `kept`: the user's value."""
     cost: str = ""
     fix: str = ""
 
@@ -88,8 +88,8 @@ WANTED: tuple[Variable, ...] = (
         "of another that was launched before",
     ),
 )
-"""In the order in which they are reported. hocket's order of ops never relies on the order of launches, so it never
-needs CUDA_DEVICE_MAX_CONNECTIONS=1."""
+"""In the order of reports. hocket's order of ops never relies on the order of launches, so it never needs
+CUDA_DEVICE_MAX_CONNECTIONS=1."""
 
 HARMFUL: tuple[Harm, ...] = (
     Harm("CUDA_LAUNCH_BLOCKING", ("1",), "every launch waits until its kernel has ended: nothing overlaps"),
@@ -112,14 +112,14 @@ HARMFUL: tuple[Harm, ...] = (
     Harm("NCCL_ALGO", (), "NCCL no longer chooses by size and by what links there are"),
     Harm("NCCL_PROTO", (), "NCCL no longer chooses by size and by what links there are"),
 )
-"""Variables that hocket never sets, with what each costs if the user has set it."""
+"""Variables that hocket never sets, and the cost if the user has set them."""
 
 _NO_COPIES = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
-"""Variables by which a user says that GPUs are not to use each other's memory."""
+"""Variables by which a user forbids peer access between GPUs."""
 
 
 def passed(modules: Mapping[str, Any]) -> frozenset[Moment]:
-    """Moments that have already passed in this process, by its loaded modules. Imports nothing."""
+    """Moments that this process has already passed, by its loaded modules. Imports nothing."""
     found: set[Moment] = set()
     torch = modules.get("torch")
     if torch is not None:
@@ -158,7 +158,7 @@ def _harmful(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def no_copies(findings: Sequence[Finding]) -> str:
-    """Why copy engines are not to serve, by what was found; empty if they may."""
+    """Why the findings rule out copy engines; empty if they do not."""
     return "; ".join(f"{f.name} = {f.found} (environment): {f.cost}" for f in findings if _forbids_copies(f))
 
 
@@ -167,7 +167,7 @@ def _forbids_copies(finding: Finding) -> bool:
 
 
 def refusals(findings: Sequence[Finding]) -> list[str]:
-    """A line for each finding with which nothing starts."""
+    """A line for each finding that prevents a start."""
     must = {v.name for v in WANTED if v.must}
     return [str(each) for each in findings if each.name in must and each.state in ("refused", "late")]
 
@@ -175,7 +175,7 @@ def refusals(findings: Sequence[Finding]) -> list[str]:
 def apply(env: MutableMapping[str, str], passed: Collection[Moment] = ()) -> list[str]:
     """Set missing variables, and return remarks on unwanted values.
 
-    Raises ValueError if NVLink multicast has been switched on, or cannot be switched off any more.
+    Raises ValueError if NVLink multicast is switched on, or can no longer be switched off.
     """
     findings = survey(env, passed)
     stop_if(refusals(findings), "variables")

@@ -1,12 +1,12 @@
-"""Reads traces of the PyTorch profiler: what ran beside what, which communication was exposed, and why.
+"""Reads traces of the PyTorch profiler: which activities overlapped, which communication was exposed, and why.
 
     from hocket_trace import load, report
 
     found = report(load(["rank0.json.gz", "rank1.json.gz"]))
     print(found.steps[0].exposed, "of", found.steps[0].seconds, "seconds")
 
-It reads traces of any PyTorch program, and imports numpy alone. `load` gives a `RankTrace` for each file, `report` a
-`Report` on them, `compare` a `Tax`: what communication costs against the same run without it.
+It reads traces of any PyTorch program, and its only dependency is numpy. `load` returns a `RankTrace` per file,
+`report` a `Report` on them, and `compare` a `Tax`: the cost of communication against the same run without it.
 """
 
 from __future__ import annotations

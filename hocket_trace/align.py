@@ -1,14 +1,14 @@
-"""Several ranks of one run: one clock, and collectives matched across ranks.
+"""Traces of several ranks: aligns their clocks, and matches collectives across ranks.
 
 Note: [One clock]
 
-Ranks of one host share a clock, and their traces say when it stood at zero. Clocks of different hosts differ by
-milliseconds. A collective ends on no rank before it started on all, and it ends on all ranks at nearly the same time. A
-send and its receive end at nearly the same time too, though a small send may end before its receive starts. So the
-clock of another host is moved by the median difference between the ends of all activities that it shares with hosts
-whose clock is known. The host that shares most is next. A send of gloo gives no information: the trace shows it until
-its host waits for it. The rest, some microseconds, is an error in `waiting` and in when sends of gloo end: no other
-figure compares two ranks' clocks.
+Ranks of one host share a clock, and their traces give its origin. Clocks of different hosts differ by milliseconds. A
+collective ends on no rank before it started on all, and it ends on all ranks at nearly the same time. A send and its
+receive end at nearly the same time too, though a small send may end before its receive starts. So the clock of another
+host is moved by the median difference between the ends of all activities that it shares with hosts whose clocks are
+already aligned, beginning with the host that shares most. Sends of gloo are ignored, since the trace shows them until
+the host waits for them. The remaining error, some microseconds, affects only `waiting` and the ends of gloo's sends: no
+other figure compares clocks of two ranks.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from hocket_trace.parse import TraceError
 from hocket_trace.read import read
 
 # -- match -------------------------------------------------------------------------------------------------------------
-# The same collective on several ranks: the k-th of its kind in a group and step is one and the same on all of them.
+# The k-th call of a collective in a group and step is the same collective on all ranks.
 #
-# A send is matched with the receive of its peer, k-th with k-th. Where ranks of a group differ in how many they ran,
-# nothing of that kind, group and step is matched.
+# A rank's k-th send to a peer is matched with the peer's k-th receive from it. If ranks of a group differ in the number
+# of calls, none of that collective, group and step is matched.
 
 MUTUAL = ("allgather", "reducescatter", "allreduce", "alltoall", "barrier")
-"""Collectives that end on no rank before they started on all."""
+"""Collectives that end on no rank before all ranks have started them."""
 
 Series = tuple[int, str, tuple[int, ...], str]
-"""Step number, group, its ranks (of a send: from, to), collective: what is counted from 0 on every rank."""
+"""Step number, group, its ranks (of a send: from, to), collective. Each rank numbers a series' calls from 0."""
 
 
 @dataclass(frozen=True)
 class Calls:
-    """The calls of collectives of one rank that other ranks take part in, in order of launch."""
+    """One rank's calls of collectives with other ranks, in order of launch."""
 
     series: tuple[Series, ...]
     rows: tuple[Ints, ...]
@@ -54,14 +54,14 @@ class Calls:
 
 @dataclass(frozen=True)
 class Matched:
-    """One collective: trace -> its activities there."""
+    """One collective: index of a trace -> its activities there."""
 
     series: Series
     rows: dict[int, Ints]
 
 
 def calls_of(trace: RankTrace) -> Calls:
-    """The calls of one rank whose group is known."""
+    """The calls of one rank with known groups."""
     rows = np.flatnonzero(~trace.of_kind("compute") & (trace.step >= 0))
     known = {i: collective_of(trace.words[i]) for i in np.unique(trace.launcher[rows]).tolist()}
     at = np.where(np.isnan(trace.launched), trace.start, trace.launched)
@@ -96,7 +96,7 @@ def _series(trace: RankTrace, row: int, collective: str) -> Series | None:
 
 
 def _peer(launcher: str, ranks: tuple[int, ...], rank: int) -> int | None:
-    """The other end, from an annotation such as `nccl:recv 0<-1`, whose numbers count within the group."""
+    """The peer's rank, from an annotation such as `nccl:recv 0<-1`, whose numbers are ranks within the group."""
     found = re.search(r"\d+ ?(?:->|<-) ?(\d+)", launcher)
     if len(ranks) == 2:
         return ranks[1] if ranks[0] == rank else ranks[0]
@@ -104,20 +104,20 @@ def _peer(launcher: str, ranks: tuple[int, ...], rank: int) -> int | None:
 
 
 def match(traces: Sequence[RankTrace]) -> tuple[list[Matched], list[str]]:
-    """The collectives that at least two of the traces share, and notes on those that do not agree."""
+    """The collectives that at least two of the traces share, and notes on those that can't be matched."""
     by_series: dict[Series, dict[int, list[Ints]]] = defaultdict(lambda: defaultdict(list))
     for i, trace in enumerate(traces):
         calls = calls_of(trace)
         for series, rows in zip(calls.series, calls.rows, strict=True):
             by_series[series][i].append(rows)
     recorded = [{step.number for step in trace.steps} for trace in traces]
-    notes = _lacking(traces, recorded)
+    notes = _missing_steps(traces, recorded)
     named = {i for calls_by_trace in by_series.values() for i in calls_by_trace}
-    nameless = [i for i, trace in enumerate(traces) if i not in named and _communicates(trace)] if named else []
-    if nameless:
-        said = listed("rank", [traces[i].rank for i in nameless])
+    ungrouped = [i for i, trace in enumerate(traces) if i not in named and _communicates(trace)] if named else []
+    if ungrouped:
+        said = listed("rank", [traces[i].rank for i in ungrouped])
         notes.append(f"{said}: collectives do not tell their groups, as in a replay: who waits for whom is not known")
-    place = {trace.rank: i for i, trace in enumerate(traces) if i not in nameless}
+    place = {trace.rank: i for i, trace in enumerate(traces) if i not in ungrouped}
     found: list[Matched] = []
     differ: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for series, calls_by_trace in by_series.items():
@@ -144,8 +144,8 @@ def _communicates(trace: RankTrace) -> bool:
     return bool((~trace.of_kind("compute") & (trace.step >= 0)).any())
 
 
-def _lacking(traces: Sequence[RankTrace], recorded: Sequence[set[int]]) -> list[str]:
-    """Notes on steps that not all of the traces have."""
+def _missing_steps(traces: Sequence[RankTrace], recorded: Sequence[set[int]]) -> list[str]:
+    """Notes on steps that some traces lack."""
     ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for trace, there in zip(traces, recorded, strict=True):
         ranks[tuple(sorted(set().union(*recorded) - there))].append(trace.rank)
@@ -157,22 +157,22 @@ def _lacking(traces: Sequence[RankTrace], recorded: Sequence[set[int]]) -> list[
 # -- align -------------------------------------------------------------------------------------------------------------
 
 SHARED = 50e-6
-"""Seconds up to which transfers end apart on one clock: ranks that differ by less are not moved."""
+"""Differences in seconds between the ends of transfers up to which clocks are not moved."""
 
 
 def load(paths: Sequence[Path | str]) -> tuple[RankTrace, ...]:
-    """Read the traces of one run: by rank, on one clock, collectives matched. Raises TraceError."""
+    """Read the traces of one run, sort them by rank, align clocks, and match collectives. Raises TraceError."""
     if not paths:
         raise TraceError("no trace was given; fix: name at least one file")
     return align([read(path) for path in paths])
 
 
 def align(traces: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
-    """The traces by rank, on the clock of the first, collectives matched. Raises TraceError if they are of two runs."""
+    """Sort traces by rank, move them to the first's clock, and match collectives. Raises TraceError for two runs."""
     traces = sorted(traces, key=lambda trace: trace.rank)
     for a, b in pairwise(traces):
         _assert_one_run(a, b)
-    traces = [_moved(trace, (trace.origin - traces[0].origin) * 1e-9, traces[0].origin) for trace in traces]
+    traces = [_shifted(trace, (trace.origin - traces[0].origin) * 1e-9, traces[0].origin) for trace in traces]
     found, notes = match(traces)
     columns = [trace.match.copy() for trace in traces]
     for number, matched in enumerate(found):
@@ -183,14 +183,14 @@ def align(traces: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
     if len(traces) > 1:
         moves, clock = _clocks(traces, found)
         notes += clock
-        traces = [_moved(trace, move, traces[0].origin) for trace, move in zip(traces, moves, strict=True)]
-        notes += _impossible(traces, np.array([matched.series[3] in MUTUAL for matched in found], bool))
-        traces = _sent(traces, found)
+        traces = [_shifted(trace, move, traces[0].origin) for trace, move in zip(traces, moves, strict=True)]
+        notes += _clock_doubts(traces, np.array([matched.series[3] in MUTUAL for matched in found], bool))
+        traces = _trim_sends(traces, found)
     return (replace(traces[0], notes=(*traces[0].notes, *notes)), *traces[1:])
 
 
 def _assert_one_run(a: RankTrace, b: RankTrace) -> None:
-    """Raise TraceError if two traces cannot be of one run, or are of one rank."""
+    """Raise TraceError if two traces are from different runs, or from the same rank."""
     fix = "fix: one trace of each rank, all of one run"
     if a.rank == b.rank:
         raise TraceError(f"{b.source}: of rank {b.rank}, as is {a.source}; {fix}")
@@ -200,8 +200,8 @@ def _assert_one_run(a: RankTrace, b: RankTrace) -> None:
         raise TraceError(f"{b.source}: of a run with other settings than {a.source}; {fix}")
 
 
-def _moved(trace: RankTrace, by: float, origin: int) -> RankTrace:
-    """The same trace with `by` seconds added to all times."""
+def _shifted(trace: RankTrace, by: float, origin: int) -> RankTrace:
+    """The trace with all times increased by `by` seconds."""
     if not by:
         return trace
     return replace(
@@ -215,25 +215,25 @@ def _moved(trace: RankTrace, by: float, origin: int) -> RankTrace:
 
 
 def _clocks(traces: Sequence[RankTrace], found: Sequence[Matched]) -> tuple[list[float], list[str]]:
-    """Seconds to add to each trace's times, and what the reader must know of it. See Note: [One clock]."""
+    """Seconds to add to each trace's times, and notes for the reader. See Note: [One clock]."""
     hosts = [trace.host or f"the host of rank {trace.rank}" for trace in traces]
-    telling = (*MUTUAL, "send") if traces[0].device != "cpu" else MUTUAL
+    comparable = (*MUTUAL, "send") if traces[0].device != "cpu" else MUTUAL
     ends = [
         {i: float(traces[i].end[rows].max()) for i, rows in matched.rows.items()}
         for matched in found
-        if matched.series[3] in telling
+        if matched.series[3] in comparable
     ]
     moves, notes = {hosts[0]: 0.0}, list[str]()
     while len(moves) < len(set(hosts)):
-        behind: dict[str, list[float]] = defaultdict(list)
+        offsets: dict[str, list[float]] = defaultdict(list)
         for together in ends:
             known = next((end + moves[hosts[i]] for i, end in together.items() if hosts[i] in moves), None)
             for i, end in together.items():
                 if known is not None and hosts[i] not in moves:
-                    behind[hosts[i]].append(known - end)
-        if not behind:
+                    offsets[hosts[i]].append(known - end)
+        if not offsets:
             break
-        host, gaps = max(behind.items(), key=lambda row: len(row[1]))
+        host, gaps = max(offsets.items(), key=lambda row: len(row[1]))
         by = float(np.median(gaps))
         moves[host] = by if abs(by) > SHARED else 0.0
         if moves[host]:
@@ -248,8 +248,8 @@ def _clocks(traces: Sequence[RankTrace], found: Sequence[Matched]) -> tuple[list
     return [moves.get(host, 0.0) for host in hosts], notes
 
 
-def _impossible(traces: Sequence[RankTrace], mutual: NDArray[np.bool_]) -> list[str]:
-    """A note if collectives end on a rank before they start on another. `mutual`: whether none can, by number."""
+def _clock_doubts(traces: Sequence[RankTrace], mutual: NDArray[np.bool_]) -> list[str]:
+    """A note if collectives end on a rank before they start on another. `mutual`: those that can't, by match number."""
     starts, ends = np.full(len(mutual), -np.inf), np.full(len(mutual), np.inf)
     for trace in traces:
         rows = np.flatnonzero(trace.match >= 0)
@@ -266,8 +266,8 @@ def _impossible(traces: Sequence[RankTrace], mutual: NDArray[np.bool_]) -> list[
     return [f"{said}, by up to {1e3 * wrong.max():.3f} ms: a clock drifts or jumped, so waiting for peers is rough"]
 
 
-def _sent(traces: Sequence[RankTrace], found: Sequence[Matched]) -> list[RankTrace]:
-    """The traces with sends of gloo, which are shown until their host waits for them, as far as their receives."""
+def _trim_sends(traces: Sequence[RankTrace], found: Sequence[Matched]) -> list[RankTrace]:
+    """Trim sends of gloo to the ends of their receives: the trace shows them until the host waits for them."""
     ends = [trace.end.copy() for trace in traces]
     place = {trace.rank: i for i, trace in enumerate(traces) if trace.device == "cpu"}
     for matched in found:

@@ -1,23 +1,23 @@
-r"""Every figure of a report, as values that JSON knows. The table and the page print what stands here.
+r"""All figures of a report as JSON values. The table and the page print these.
 
-Names end in their unit: `_seconds`, `_bytes`, `_bytes_per_second`; a `_share` or `_fraction` lies between 0 and 1. What
-is not known is null. Means are over steps and ranks unless a name says otherwise.
+Names end in their unit: `_seconds`, `_bytes`, `_bytes_per_second`; a `_share` or `_fraction` is between 0 and 1.
+Unknown values are null. Means are over steps and ranks unless a name says otherwise.
 
-- `version`: 1. `sources`, `device`, `transport` (empty outside hocket), `world`, the `ranks` and `steps` measured,
-  `emulated`: the network was imitated, `null_transport`: nothing was communicated, `notes`: what one must know.
+- `version`: 2. `sources`, `device`, `transport` (empty outside hocket), `world`, the `ranks` and `steps` measured,
+  `emulated`: the network was emulated, `null_transport`: there was no communication, `notes` for the reader.
 - `step`: `step_seconds` (median over steps of the slowest rank), and means: `rank_seconds` (S), `compute_seconds`
   (|K|), `communication_seconds` (|C|), `exposed_seconds` (|C \ K|), `absent_seconds` (S - |K|), `idle_seconds` (nothing
   ran), `host_bound_seconds` (of idle: the next kernel was not launched yet), `waiting_seconds` (of communication:
-  all that ran waited for late peers, as far as known), `exposed_waiting_seconds` (the same of exposed),
-  `beside_seconds` (|C n K|) and `alone_seconds` (|K \ C|), these with a `_share` of `rank_seconds`; and
+  everything that ran waited for late peers, as far as known), `exposed_waiting_seconds` (the same of exposed),
+  `beside_seconds` (|C n K|) and `alone_seconds` (|K \ C|), each with a `_share` of `rank_seconds`; and
   `hidden_fraction` = |C n K| / |C|. `alone + beside + exposed + idle = rank_seconds`.
 - `by_rank`: the same per rank. `by_rank_and_step`: the same of one step of one rank, not averaged.
-- `kinds`: `count`, `seconds` (union), `waiting_seconds`, `exposed_seconds` (of `seconds`, without compute beside it),
-  `counted_seconds` (exposed time counted once, for the kind that ends last: these add up to the exposed time) and
-  `counted_share` (of a step), `hidden_fraction`, `bytes` (bus bytes over one rank's link),
-  `bandwidth_bytes_per_second` (while data moved; waiting for late peers left out).
-- `layers`: the same sums per layer and, in `kinds`, per kind of it; most exposed first.
-- `classes`: `class` of compute kernels, `seconds` (summed) and `step_share`, the costliest first.
+- `kinds`: `count`, `seconds` (union), `waiting_seconds`, `exposed_seconds` (of `seconds`, without concurrent compute),
+  `counted_seconds` (exposed time, each moment counted once, for the kind that ends last: they sum to the exposed time)
+  and `counted_share` (of a step), `hidden_fraction`, `bytes` (bus bytes over one rank's link),
+  `bandwidth_bytes_per_second` (while data moved; without waits for late peers).
+- `layers`: the same sums per layer and, in `kinds`, per kind within it; most exposed first.
+- `classes`: `class` of compute kernels, `seconds` (summed) and `step_share`; costliest first.
 - `imbalance`: `compute_spread` and `step_spread` ((largest - smallest) / largest of the ranks' means), `slowest_rank`
   (most compute), `fastest_rank`, and `awaited_rank` (waits least for the others). Null for one rank.
 - `tax`: null without a null trace, else `step_seconds` and `null_step_seconds`, `tax_share` (step / null step - 1),
@@ -39,7 +39,7 @@ VERSION = 2
 
 
 def to_json(report: Report, tax: Tax | None = None) -> dict[str, Any]:
-    """All figures of a report; see the head of this module for the names."""
+    """All figures of a report; see the module's docstring for the names."""
     step = _mean_of(report.steps)
     return {
         "version": VERSION,
@@ -66,7 +66,7 @@ def to_json(report: Report, tax: Tax | None = None) -> dict[str, Any]:
 
 
 def known(number: float) -> float | None:
-    """A number as JSON has it: None for nan and infinities."""
+    """A number in JSON: None for nan and infinities."""
     return float(number) if math.isfinite(number) else None
 
 
@@ -98,13 +98,13 @@ def _mean_of(steps: Sequence[StepReport]) -> dict[str, Any]:
 
 
 def _known_mean(numbers: Iterable[float]) -> float | None:
-    """The mean of those that are known; None if none is."""
+    """The mean of the known numbers; None if there are none."""
     found = [number for number in numbers if math.isfinite(number)]
     return fmean(found) if found else None
 
 
 def _sums(shares: Sequence[Share], steps: int) -> dict[str, Any]:
-    """Shares of one kind (or layer) added up, per step of one rank."""
+    """Sums of shares of one kind or layer, per step of one rank."""
     seconds, exposed = sum(one.seconds for one in shares), sum(one.exposed for one in shares)
     moved = [one for one in shares if math.isfinite(one.bandwidth)]
     moving = sum(one.bytes / one.bandwidth for one in moved)
@@ -131,7 +131,7 @@ def _kinds(steps: Sequence[StepReport], whole: float) -> list[dict[str, Any]]:
 
 
 def _layers(steps: Sequence[StepReport]) -> list[dict[str, Any]]:
-    """Per layer; a layer lies on the ranks of one pipeline rank, so means are over the steps that know it."""
+    """Figures per layer. Only one pipeline stage has a layer, so means are over the steps that know it."""
     rows = []
     for layer in sorted({layer for one in steps for layer in one.layers}):
         here = [one.layers[layer] for one in steps if layer in one.layers]

@@ -1,4 +1,4 @@
-"""The command line: what communication cost a run, from its profiler traces."""
+"""The command line, which reports the cost of communication in a run from its profiler traces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from hocket_trace.align import load
 from hocket_trace.as_json import to_json
-from hocket_trace.columns import harmless
+from hocket_trace.columns import printable
 from hocket_trace.compare import compare
 from hocket_trace.data import RankTrace
 from hocket_trace.exposure import report
@@ -29,7 +29,7 @@ _ABOUT = """Shows what communication cost a run: PyTorch profiler traces (.json,
 rank. A folder stands for all traces in it, or in its folder `traces`."""
 _ENDINGS = (".json", ".json.gz")
 _OF_RUN, _NO_TRACES = "explanation.json", ("explanation.json", "about.json")
-"""What a run of hocket leaves beside its traces: what each has, and all that might be taken for a trace."""
+"""Files that a run of hocket writes next to its traces: one that every run has, and all that end like traces."""
 
 
 class _Parser(ArgumentParser):
@@ -38,27 +38,27 @@ class _Parser(ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 done, 2 the command or its files make no sense."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character is no reason to fail
+    """Run the command line and exit: 0 on success, 2 for user errors."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # don't fail on a terminal that can't show a character
         sys.stdout.reconfigure(errors="replace")
     try:
         code = run(sys.argv[1:] if arguments is None else arguments)
-        sys.stdout.flush()  # a pipe that was closed is noticed here, not when Python ends
+        sys.stdout.flush()  # detect a closed pipe here rather than at exit
     except ValueError as error:
-        print(f"hocket-trace: {harmless(str(error))}", file=sys.stderr)
+        print(f"hocket-trace: {printable(str(error))}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     sys.exit(code)
 
 
 def run(words: Sequence[str], program: str = "hocket-trace") -> int:
-    """Print a report, or write its pages and pictures. Returns the exit code.
+    """Print a report, or write its pages and pictures. Returns the exit code. Raises ValueError for user errors.
 
-    `program` is how the command is called. Raises ValueError for what the user can mend.
+    `program` is the command's name.
     """
     if not words or {"-h", "--help"} & set(words):
         parser(program).print_help()
@@ -91,7 +91,7 @@ def run(words: Sequence[str], program: str = "hocket-trace") -> int:
 
 
 def parser(program: str = "hocket-trace") -> ArgumentParser:
-    """Reads words of the command line; its method `parse_intermixed_args` raises ValueError for what makes no sense."""
+    """Parser of the command line, whose method `parse_intermixed_args` raises ValueError for user errors."""
     made = _Parser(program, description=_ABOUT, allow_abbrev=False)
     made.add_argument("traces", nargs="+", metavar="FILE")
     made.add_argument(
@@ -105,7 +105,7 @@ def parser(program: str = "hocket-trace") -> ArgumentParser:
 
 
 def trace_files(names: Sequence[str]) -> list[Path]:
-    """The files that names of files and folders stand for. Raises ValueError if there are none, or one twice."""
+    """The files with these names, or in the folders with these names. Raises ValueError for none or for duplicates."""
     found: list[Path] = []
     for name in names:
         try:
@@ -121,7 +121,7 @@ def trace_files(names: Sequence[str]) -> list[Path]:
 
 
 def _files(name: str) -> list[Path]:
-    """The file of this name, or the traces in the folder of this name. Raises OSError, too."""
+    """The file with this name, or the traces in the folder with this name. Raises ValueError or OSError."""
     path = Path(name)
     if not name:
         raise _problem("''", "names no trace", "the name of a trace or of a folder of traces")
@@ -139,7 +139,7 @@ def _files(name: str) -> list[Path]:
 
 
 def _inside(folder: Path) -> list[Path]:
-    """The traces right in a folder, by name."""
+    """The traces directly in a folder, sorted by name."""
     if not folder.is_dir():
         return []
     found = (path for path in folder.iterdir() if path.name.endswith(_ENDINGS) and path.is_file())
@@ -147,7 +147,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def only(trace: RankTrace, number: int) -> RankTrace:
-    """A trace with one of its steps, and what ran then. Raises ValueError if it has no such step."""
+    """A trace cut to one of its steps. Raises ValueError if it has no such step."""
     index = next((n for n, step in enumerate(trace.steps) if step.number == number), None)
     if index is None:
         known = ", ".join(str(n) for n in numbers([trace])) or "none"
@@ -161,7 +161,7 @@ def only(trace: RankTrace, number: int) -> RankTrace:
 
 
 def _write(target: str, data: str) -> None:
-    """Write a file that the user named, and say so. Raises ValueError if that cannot be done."""
+    """Write a file that the user named, and print its name. Raises ValueError on failure."""
     try:
         Path(target).write_text(data, encoding="utf-8")
     except OSError as error:

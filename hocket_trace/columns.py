@@ -1,4 +1,4 @@
-"""Words and columns of the terminal table: numbers with units, rows that fit a width."""
+"""Text and columns of the terminal table: numbers with units, rows that fit a width."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Sequence
 
 UNKNOWN = "–"
 _NAME = 8
-"""A first column is not made narrower."""
+"""Minimum width of the first column."""
 _FIRST = 8
-"""Numbers that a sentence lists."""
+"""Most numbers that a sentence lists."""
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
-def harmless(text: str) -> str:
-    """Text without what a terminal obeys instead of showing it. Line ends stay."""
+def printable(text: str) -> str:
+    """Replace control characters, which a terminal would interpret; line ends stay."""
     return "".join(c if c == "\n" or c.isprintable() else "\ufffd" for c in text)
 
 
 def wrapped(text: str, width: int, hang: str = "") -> list[str]:
-    """A paragraph; lines after the first begin with `hang`. A number stays with its unit."""
+    """Wrap a paragraph; lines after the first begin with `hang`. A number stays with its unit."""
     text = re.sub(r"(?<=\d) (?=(s|ms|µs|%)(\W|$))", "\N{NO-BREAK SPACE}", text)
     parts = textwrap.wrap(text, width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False)
     return [part.replace("\N{NO-BREAK SPACE}", " ") for part in parts]
 
 
 def grid(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """A head and rows below it: the first column to the left and as narrow as `width` asks, the others to the right.
+    """A head and rows: the first column left-aligned and shrunk to fit `width`, the others right-aligned.
 
-    Of columns that do not fit then, the last are left out.
+    If that is not enough, the last columns are dropped.
     """
     widths = [max(len(row[n]) for row in [heads, *rows]) for n in range(len(heads))]
     while len(widths) > 2 and min(widths[0], _NAME) + sum(widths[1:]) + 2 * len(widths) > width:
@@ -43,7 +43,7 @@ def grid(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> lis
 
 
 def shortened(text: str, width: int) -> str:
-    """A text of at most `width` characters: what is left out in its middle is an ellipsis."""
+    """Shorten a text to `width` characters, with an ellipsis for its middle."""
     if len(text) <= width:
         return text
     tail = (width - 1) // 3
@@ -51,7 +51,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """A bar of `width` characters at share 1, to an eighth of a character; what is not nothing is seen."""
+    """A bar of `width` characters at share 1, to an eighth of a character; a positive share is always visible."""
     eighths = max(round(share * width * 8), 1 if share > 0 else 0)
     return "█" * (eighths // 8) + (_BLOCKS[eighths % 8] if eighths % 8 else "")
 
@@ -59,13 +59,13 @@ def bar(share: float, width: int) -> str:
 def duration(seconds: float) -> str:
     """Seconds with a unit that fits: `1.25 s`, `12.5 ms`, `3.0 µs`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= 0.9995 * scale:  # less is below 1,000 of the smaller unit, also rounded
+        if abs(seconds) >= 0.9995 * scale:  # less would round to below 1,000 of the smaller unit
             return f"{seconds / scale:.4g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
 
 
 def milliseconds(seconds: float | None, digits: int = 2) -> str:
-    """Milliseconds without their unit. What is not nothing does not look like it."""
+    """Milliseconds without their unit. A small positive value shows as `<0.01`, not as 0."""
     if seconds is None:
         return UNKNOWN
     shown = f"{seconds * 1e3:,.{digits}f}"
@@ -94,7 +94,7 @@ def rate(bandwidth: float | None) -> str:
 
 
 def number(count: float) -> str:
-    """A count; a mean that is no whole number keeps a digit."""
+    """A count; a fractional mean keeps a digit."""
     return f"{count:,.0f}" if abs(count - round(count)) < 0.05 else f"{count:,.1f}"
 
 
@@ -104,11 +104,11 @@ def counted(count: int, noun: str) -> str:
 
 
 def listed(noun: str, numbers: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0, 1`; of many the first."""
+    """`rank 3`, or `ranks 0, 1`; of a long list the first ones."""
     shown = ", ".join(map(str, numbers[:_FIRST])) + (", ..." if len(numbers) > _FIRST else "")
     return f"{noun}{'s' if len(numbers) > 1 else ''} {shown}"
 
 
 def several(sources: Sequence[str]) -> str:
-    """The first of some files, and how many more there are."""
+    """The first of some files, and the number of the others."""
     return f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else sources[0]

@@ -1,14 +1,14 @@
-"""What communication costs: a run against the same run with the null transport.
+"""The cost of communication: a run against the same run with the null transport.
 
     tax = step / step without communication - 1
     slow-down of a class of kernels = their summed seconds / the same without communication - 1
 
-The difference of the two steps is told apart on the rank for which the others wait: where ranks end together, as after
-agreeing on something, the one that computes longest. There a step is compute + exposed + idle, all of them lengths of
-unions; so what each of them grew by adds up to the difference.
+The difference of the two steps is broken down on the rank for which the others wait. If ranks end together, as after
+agreeing on something, this is the one that computes longest. Its step is compute + exposed + idle, all lengths of
+unions, so their increases add up to the difference.
 
-Only ranks of which both have a trace are compared. Kernels with which the null transport writes what would have arrived
-are compute of its step, but of no class.
+Only ranks with traces of both runs are compared. The kernels with which the null transport writes stand-ins for
+received data are compute of its step, but of no class.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from hocket_trace.columns import listed, several
 from hocket_trace.data import KernelClass, RankTrace, Report, Slowdown, StepReport, Tax
 
 TOGETHER = 0.01
-"""Share of a step by which ranks that end together may differ."""
+"""Share of a step within which ranks count as ending together."""
 _STAND_IN: KernelClass = "stand-in"
 
 
 def compare(
     real: Report, null: Report, real_traces: Sequence[RankTrace] = (), null_traces: Sequence[RankTrace] = ()
 ) -> Tax:
-    """The tax of a run. With the traces of both, slow-downs are also per named op or kernel, and what the two tell of
-    their work is compared.
+    """The tax of a run. With the traces of both runs, it includes slow-downs per named op or kernel.
 
-    Raises ValueError if the two do not belong together.
+    Raises ValueError if the runs can't be compared, as far as reports and traces show.
     """
-    _assert_belong(real, null)
+    _assert_comparable(real, null)
     if real_traces and null_traces:
         assert_same_work(real_traces[0], null_traces[0])
     notes = _notes(real, null)
@@ -47,7 +46,7 @@ def compare(
         notes.append(f"only {listed('rank', real.ranks)} with and without communication: the ranks given of both")
     mine, other = middle_steps(real), middle_steps(null)
     parts = {name: _mean(mine, name) - _mean(other, name) for name in ("compute", "exposed", "host_bound", "idle")}
-    parts["idle"] -= parts["host_bound"]  # it is a part of idle
+    parts["idle"] -= parts["host_bound"]  # included in idle
     by_op = _by_word(real_traces, real, "op"), _by_word(null_traces, null, "op")
     if any(by_op) and not all(by_op):
         notes.append(
@@ -66,9 +65,9 @@ def compare(
 
 
 def assert_same_work(real: RankTrace, null: RankTrace) -> None:
-    """Raise ValueError where the ops of two runs have other work to do, as far as their programs tell.
+    """Raise ValueError if two runs' ops differ in their work, as far as their programs record it.
 
-    `run["settings"]` are those of the program, nested; `run["work"]` names those, and sections of them, that matter.
+    `run["settings"]` has a program's nested settings; `run["work"]` names settings and sections that change the work.
     """
     mine, other = (dict(_flat(trace.run.get("settings"), "")) for trace in (real, null))
     work = tuple(f"{name}." for name in real.run.get("work") or ())
@@ -81,7 +80,7 @@ def assert_same_work(real: RankTrace, null: RankTrace) -> None:
 
 
 def _flat(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Values in nested dictionaries, by dotted names."""
+    """Leaves of nested dictionaries, by dotted names."""
     if not isinstance(tree, Mapping):
         yield name, tree
         return
@@ -90,30 +89,30 @@ def _flat(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def middle_steps(report: Report) -> list[StepReport]:
-    """The part in the median step of the rank for which the others wait; of two steps if their number is even.
+    """The median step, on the rank for which the others wait; two steps if the number of steps is even.
 
-    Each is as long as the step on its slowest rank; until that one ends, the rank is idle.
+    Each is as long as on its slowest rank; the chosen rank is idle until that one ends.
     """
     of_number: dict[int, list[StepReport]] = defaultdict(list)
     for step in report.steps:
         of_number[step.step].append(step)
-    decisive = [_decisive(steps) for steps in of_number.values()]
+    decisive = [_slowest(steps) for steps in of_number.values()]
     ordered = sorted(decisive, key=lambda step: step.seconds)
     if not ordered:
         raise ValueError(f"{several(report.sources)}: no whole step was recorded; fix: record at least one")
     return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
 
 
-def _decisive(steps: Sequence[StepReport]) -> StepReport:
-    """Of the ranks that end with the slowest one, that which computes longest."""
+def _slowest(steps: Sequence[StepReport]) -> StepReport:
+    """The rank that computes longest, of those that end with the slowest one."""
     seconds = max(step.seconds for step in steps)
     last = [step for step in steps if step.seconds >= (1 - TOGETHER) * seconds]
     found = max(last, key=lambda step: step.compute)
     return replace(found, seconds=seconds, idle=found.idle + seconds - found.seconds)
 
 
-def _assert_belong(real: Report, null: Report) -> None:
-    """Raise ValueError if `null` cannot be the same run without communication."""
+def _assert_comparable(real: Report, null: Report) -> None:
+    """Raise ValueError if `null` can't be the same run without communication."""
     where = ", ".join(null.sources[:1])
     if null.transport not in ("null", ""):
         raise ValueError(
@@ -141,7 +140,7 @@ def _assert_belong(real: Report, null: Report) -> None:
 
 
 def _shared_ranks(real: Report, null: Report) -> set[int]:
-    """Ranks of which both have a trace. Raises ValueError if there are none."""
+    """Ranks with traces of both runs. Raises ValueError if there are none."""
     shared = set(real.ranks) & set(null.ranks)
     if not shared:
         raise ValueError(
@@ -152,7 +151,7 @@ def _shared_ranks(real: Report, null: Report) -> set[int]:
 
 
 def _of_ranks(whole: Report, traces: Sequence[RankTrace], ranks: set[int]) -> tuple[Report, list[RankTrace]]:
-    """A report and its traces with these ranks alone."""
+    """A report and its traces, restricted to some ranks."""
     steps = tuple(step for step in whole.steps if step.rank in ranks)
     return replace(whole, steps=steps), [trace for trace in traces if trace.rank in ranks]
 
@@ -172,7 +171,7 @@ def _by_class(report: Report) -> dict[str, float]:
 
 
 def _by_word(traces: Sequence[RankTrace], report: Report, column: Literal["op", "name"]) -> dict[str, float]:
-    """Summed seconds of compute kernels by verb and part of their plan op, or by name, per rank and step."""
+    """Summed seconds of compute kernels per rank and step, by verb and part of their plan op, or by kernel name."""
     found: dict[str, float] = defaultdict(float)
     for trace in traces:
         known = np.array([word != _STAND_IN for word in trace.words])
@@ -203,7 +202,7 @@ def _notes(real: Report, null: Report) -> list[str]:
 
 
 def _doubts(real: Report, null: Report, mine: Sequence[StepReport], other: Sequence[StepReport]) -> list[str]:
-    """What makes the figures less sure."""
+    """Notes on uncertainties of the comparison."""
     found = []
     if len(null.ranks) < null.world:
         found.append(
@@ -222,10 +221,10 @@ def _doubts(real: Report, null: Report, mine: Sequence[StepReport], other: Seque
             f"the others wait for rank {a} with communication and for {b}, of another pipeline stage, without: their "
             "compute and idle time differ for that, too"
         )
-    stands_in = sum(step.classes.get(_STAND_IN, 0.0) for step in null.steps) / len(null.steps)
-    if stands_in:
+    stand_in_seconds = sum(step.classes.get(_STAND_IN, 0.0) for step in null.steps) / len(null.steps)
+    if stand_in_seconds:
         found.append(
-            f"without communication {1e3 * stands_in:.2f} ms of kernels write what would have arrived: they are "
+            f"without communication {1e3 * stand_in_seconds:.2f} ms of kernels write what would have arrived: they are "
             "compute of that step, but of no class and op here, and slow down what runs beside them"
         )
     return found

@@ -1,11 +1,10 @@
 """Activities of a program that computes on the CPU: ops of torch, and transfers of gloo.
 
-Compute is what any op does, on any thread, that is not communication: the outermost ops of a library (`aten::mm`) are
-rows of their own, and so are the stretches in which only an op around them runs (`MulBackward0`, autograd's engine).
-Ops on gloo's own threads belong to its transfers. A host that stands still inside of such an op does not compute: a
-program shows that by an annotation, `wait`, or between its named ops `wait <op>`. Where a program starts transfers on
-threads that the profiler does not see (hocket's `slow` transport), the host's waits stand for those of the ops that
-have no transfer in the trace.
+Compute is every op that is not communication, on any thread. A library's outermost ops (`aten::mm`) have rows of their
+own, and so do the intervals in which only an enclosing op runs (`MulBackward0`, autograd's engine). Ops on gloo's own
+threads belong to its transfers. A host thread that blocks inside an op does not compute: a program marks that with an
+annotation, `wait`, or between its named ops `wait <op>`. If a program starts transfers on threads that the profiler
+does not trace (hocket's `slow` transport), the host's waits represent the ops without traced transfers.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from hocket_trace.launch import Activities, Opened, layer_of, nest, opened_at
 from hocket_trace.parse import COLLECTIVE, Events, Rows
 
 # -- gloo --------------------------------------------------------------------------------------------------------------
-# Which call of a collective started a transfer of gloo: the trace links the two neither by an id nor by a group.
+# Which call of a collective started a transfer of gloo: the trace links them neither by an id nor by a group.
 #
-# Sends and receives start on the caller's thread, so the k-th belongs to the k-th call there. Everything else runs on
-# threads of the process group, two each, that take its calls in order. A group's idle thread starts a call within
-# microseconds; so a thread serves the purpose (the group that the plan op tells) whose calls its transfers follow most
-# closely, and within one purpose the k-th transfer of a name belongs to the k-th call of it.
+# Sends and receives start on the caller's thread, so the k-th belongs to the k-th call there. Everything else runs on a
+# process group's two threads, which take its calls in order. A group's idle thread starts a call within microseconds.
+# So a thread is assigned to the group (known from the plan op) whose calls its transfers follow most closely, and
+# within one group the k-th transfer of a name belongs to the k-th call of it.
 
 _Queue = tuple[str, str]
 """Collective and group."""
 
 
 def gloo_threads(events: Events) -> set[int]:
-    """Threads that only move data: those that torch names so, and those of transfers other than sends and receives."""
+    """Threads that only transfer data: those named so by torch, and those of gloo's transfers except sends/receives."""
     host = events.host
     transfer = np.array([name.startswith("gloo:") for name in events.names], bool)[host.name]
     direct = np.array([name.startswith(("gloo:send", "gloo:recv")) for name in events.names], bool)[host.name]
@@ -47,15 +46,15 @@ def gloo_threads(events: Events) -> set[int]:
 
 
 def group_of(op: str, plan: Plan) -> str:
-    """The description of the process group of a named op; empty if it uses several or none."""
+    """The description of a named op's process group; empty for several or none."""
     found = plan.ops.get(op)
     return found.group if found is not None else ""
 
 
 def calls_of(events: Events, transfers: Rows, host: Rows, words: tuple[str, ...]) -> Ints:
-    """For each transfer, the host row of the call that started it, -1 if it is not in the trace."""
+    """For each transfer, the host row of the call that started it; -1 if that is not in the trace."""
     collective = [label.collective_of(word) if word.startswith(("c10d::", "gloo:")) else "" for word in words]
-    collective = [name.replace("reducescatter", "allreduce") for name in collective]  # gloo runs the one as the other
+    collective = [name.replace("reducescatter", "allreduce") for name in collective]  # gloo has no reduce-scatter
     is_call = np.array([word.startswith("c10d::") for word in words], bool)
     calls = np.flatnonzero(is_call[host.name] & (host.link == 0))
     calls = calls[np.argsort(host.start[calls], kind="stable")]
@@ -70,7 +69,7 @@ def calls_of(events: Events, transfers: Rows, host: Rows, words: tuple[str, ...]
     for row in np.argsort(transfers.start, kind="stable").tolist():
         queue = what[row], serves[row]
         i = taken[queue]
-        # A transfer that starts before the next call is of a call from before the trace.
+        # A transfer that starts before the next pending call was called before the trace began.
         if i < len(pending[queue]) and host.start[pending[queue][i]] <= transfers.start[row]:
             found[row] = pending[queue][i]
             taken[queue] += 1
@@ -78,9 +77,9 @@ def calls_of(events: Events, transfers: Rows, host: Rows, words: tuple[str, ...]
 
 
 def _served(transfers: Rows, what: list[str], called: Mapping[_Queue, Floats]) -> list[str]:
-    """For each transfer, the group whose calls its thread serves: by the median time since the group's last call.
+    """For each transfer, the group that its thread serves: the one with the least median time since its last call.
 
-    Sends and receives run on the caller's thread, so each is looked at alone.
+    Sends and receives run on the caller's thread, so each is assigned on its own.
     """
     alone = np.array([collective in ("send", "recv") for collective in what], bool)
     thread = np.where(alone, -1 - np.arange(len(what)), transfers.where).tolist()
@@ -97,13 +96,10 @@ def _served(transfers: Rows, what: list[str], called: Mapping[_Queue, Floats]) -
     return [best.get((where, collective), "") for where, collective in zip(thread, what, strict=True)]
 
 
-def told_of(
+def group_args(
     events: Events, words: tuple[str, ...], op: Ints, transfer: NDArray[np.bool_]
 ) -> Mapping[int, Mapping[str, Any]]:
-    """What can be said about each transfer's group, in the words of a kernel's args.
-
-    That is the group of its plan op, or the only one there is.
-    """
+    """Args like a kernel's for each transfer with a known group: that of its plan op, or the only group there is."""
     about = events.about.get("distributedInfo") or {}
     numbers: dict[str, str] = {}
     for group in about.get("pg_config") or []:
@@ -118,11 +114,11 @@ def told_of(
 _COMMUNICATION = ("c10d::", "_c10d_functional::", "symm_mem::", COLLECTIVE)
 _WRAPPERS = ("autograd::", "torch::autograd")
 _WAIT = re.compile(r"wait( .*)?")
-"""Annotations inside of which a host stands still."""
+"""Annotations in which a host thread blocks."""
 
 
 def cpu_activities(events: Events) -> Activities:
-    """Compute and transfers of a CPU, by start."""
+    """Compute and transfers of a CPU program, sorted by start."""
     awaited = {name: op for name, word in enumerate(events.names) if (op := _awaited(word, events.plan))}
     words = (*events.names, *awaited.values(), "")
     place = {name: len(events.names) + i for i, name in enumerate(awaited)}
@@ -156,7 +152,7 @@ def cpu_activities(events: Events) -> Activities:
         lane=lane,
         opened=opened,
         transfer=transfer,
-        args=told_of(events, words, opened.op, of_gloo),
+        args=group_args(events, words, opened.op, of_gloo),
         notes=(UNSEEN,) if len(waits) else (),
     )
 
@@ -171,7 +167,7 @@ def _awaited(word: str, plan: Plan) -> str:
 
 
 def _calls(events: Events, transfers: Rows, host: Rows, words: tuple[str, ...]) -> tuple[Floats, Opened]:
-    """When each transfer was called for, and what was open then."""
+    """When each transfer was called, and the enclosing ops and annotations then."""
     call = calls_of(events, transfers, host, words)
     at = np.append(host.start, np.nan)[call]
     opened = opened_at(events, host, words, at, np.append(host.where, -1)[call])
@@ -179,9 +175,9 @@ def _calls(events: Events, transfers: Rows, host: Rows, words: tuple[str, ...]) 
 
 
 def _awaited_op(events: Events, host: Rows, words: tuple[str, ...], unseen: Mapping[int, int], moved: set[str]) -> Ints:
-    """For each row of the host, the named op (an index into `words`) for whose unseen transfer it waits; -1 for most.
+    """For each host row, the named op (an index into `words`) for whose untraced transfer it waits; -1 for most.
 
-    `unseen` are names of waits that tell their op. The others are for what an op communicates inside of itself.
+    `unseen` has the names of waits that name their op. Other waits belong to ops that communicate internally.
     """
     found = np.full(len(host), -1, np.int64)
     for name, op in unseen.items():
@@ -195,9 +191,9 @@ def _awaited_op(events: Events, host: Rows, words: tuple[str, ...], unseen: Mapp
 
 
 def _waits(events: Events, for_op: Ints, words: tuple[str, ...]) -> Opened:
-    """The same for waits of the host, each for its named op.
+    """The enclosing op for waits of the host.
 
-    They have no group: that ranks stand still for one transfer at different times says nothing about late peers.
+    They have no group: ranks that block on one transfer at different times say nothing about late peers.
     """
     n, empty = len(for_op), len(words) - 1
     nothing = np.full(n, empty)
@@ -206,7 +202,7 @@ def _waits(events: Events, for_op: Ints, words: tuple[str, ...]) -> Opened:
 
 
 def _compute(host: Rows, words: tuple[str, ...], foreign: set[int]) -> Rows:
-    """Rows of compute; the name is -1 where only wrappers run."""
+    """Rows of compute; the name is -1 where only wrapping ops run."""
 
     def rows(test: Callable[[str], bool]) -> NDArray[np.bool_]:
         return np.array([test(word) for word in words], bool)[host.name]
@@ -233,7 +229,7 @@ def _compute(host: Rows, words: tuple[str, ...], foreign: set[int]) -> Rows:
 
 
 def _outermost(host: Rows, library: NDArray[np.bool_]) -> Rows:
-    """The ops of a library that no other op of a library is around."""
+    """A library's ops that no other of its ops encloses."""
     chosen = host.take(library)
     nesting = nest(chosen.start, chosen.end, chosen.where)
     return chosen.take(nesting.order[nesting.parent < 0])
@@ -246,7 +242,7 @@ def _spans(host: Rows, rows: NDArray[np.bool_]) -> Spans:
 def _lanes(
     thread: Ints, op: Ints, transfer: NDArray[np.bool_], words: tuple[str, ...], plan: Plan
 ) -> tuple[Ints, tuple[str, ...]]:
-    """A transfer's lane is that of its plan op; ops run on the lane `compute`, or on that of their thread."""
+    """A transfer's lane is its plan op's. Compute is on the lane `compute`, or on one per further thread."""
     titles: dict[str, int] = {}
     busiest = np.bincount(np.unique(thread[~transfer], return_inverse=True)[1]) if (~transfer).any() else [0]
     main = int(np.unique(thread[~transfer])[int(np.argmax(busiest))]) if (~transfer).any() else -1

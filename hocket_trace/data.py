@@ -1,8 +1,8 @@
-r"""What a trace says, as plain values: activities of one rank, and the report about them.
+r"""Traces and reports as plain values: the activities of one rank, and the report about them.
 
-Letters of `docs/explain.md`: K is the time in which some compute kernel runs on a rank, C the time in which
-some communication runs, S the length of a step; all are lengths of unions of intervals. Exposed time is |C \ K|,
-compute is absent for S - |K|. Times are seconds, on the clock of the trace's first rank.
+Letters of `docs/explain.md`: K is the time in which some compute kernel runs on a rank, C the time in which some
+communication runs, S the length of a step; all are lengths of unions of intervals. Exposed time is |C \ K|, and
+absent compute is S - |K|. Times are seconds, on the clock of the trace's first rank.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 Kind = Literal["compute", "gather", "reduce", "a2a", "pp", "tp", "cp", "control", "other"]
-"""What an activity is for. All but `compute` are communication: weights gathered, gradients reduced, expert
+"""The purpose of an activity. All but `compute` are communication: weights gathered, gradients reduced, expert
 all-to-alls, pipeline sends and receives, tensor-parallel and context-parallel collectives, agreement between ranks, and
-communication of which the trace does not say what it is for."""
+communication with an unknown purpose."""
 
 KINDS: tuple[Kind, ...] = ("compute", "gather", "reduce", "a2a", "pp", "tp", "cp", "control", "other")
 COMMUNICATION: tuple[Kind, ...] = KINDS[1:]
@@ -38,37 +38,37 @@ KernelClass = Literal[
     "stand-in",
     "other",
 ]
-"""What a compute kernel does, from the op that launched it and, where that says nothing, from its name. A `stand-in`
-writes, in a run with the null transport, in place of what would arrive."""
+"""The class of a compute kernel, from the op that launched it or else from its name. A `stand-in` is a kernel of the
+null transport that writes in place of received data."""
 
 
 class PlanOp(NamedTuple):
-    """What an op is."""
+    """A named op's properties."""
 
     lane: str
     kind: Kind
     group: str
-    """Description of its process group; empty if it has none or several."""
+    """Description of its process group; empty for none or several."""
     layer: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The named ops of one rank. Empty for a program that tells nothing."""
+    """The named ops of one rank; empty for a program that records none."""
 
     lanes: tuple[str, ...] = ()
     computing: frozenset[str] = frozenset()
     ops: Mapping[str, PlanOp] = field(default_factory=dict)
 
     def communicates(self, name: str) -> bool:
-        """Whether a name is that of an op on a lane that does not compute."""
+        """Whether a name is an op's whose lane does not compute."""
         op = self.ops.get(name)
         return op is not None and op.lane not in self.computing
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of one rank: from its first activity to the first of the next step, else to its own last."""
+    """One optimizer step of one rank: from its first activity to the next step's first, or else to its own last."""
 
     number: int
     start: float
@@ -77,10 +77,10 @@ class Step:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What ran on one rank's device, one row per kernel, copy or transfer, ascending by start.
+    """The activities of one rank's device: a row per kernel, copy or transfer, ascending by start.
 
     Columns of words (`kind`, `lane`, `name`, `launcher`, `op`, `group`, `kernel_class`) hold indices into `words`;
-    `text(column)` spells them out. On a CPU the rows are the ops of torch and the transfers of gloo.
+    `text(column)` looks them up. On a CPU the rows are ops of torch and transfers of gloo.
     """
 
     source: str
@@ -103,41 +103,41 @@ class RankTrace:
     op: Ints
     """The plan's op, such as `fwd attn m0 c1 l5`; empty outside hocket."""
     group: Ints
-    """The process group of a communication, as described when it was made; empty if not known."""
+    """The process group of a communication, by the description it was created with; empty if not known."""
     kernel_class: Ints
     """Of a compute kernel; empty for communication."""
     layer: Ints
     """Number of the layer, -1 if not known."""
     step: Ints
-    """Index into `steps`, -1 outside all of them."""
+    """Index into `steps`, -1 outside of steps."""
     bytes: Floats
     """Bytes that a communication moves over this rank's link (the nccl-tests bus bytes); 0 if not known."""
     calls: Ints
-    """Equal numbers for the activities of one call of a collective on this rank, -1 if not known."""
+    """A number shared by the activities of one call of a collective on this rank, -1 if not known."""
     match: Ints
-    """Equal numbers on all ranks of a group for one collective or one send and its receive; -1 if not known, as when
-    the trace of one of the ranks was not given."""
+    """A number shared by all activities of one collective, or of a send and its receive, on all ranks; -1 if not known,
+    for example if one of the ranks has no trace."""
     launched: Floats
     """When the host launched it; nan if not known."""
     steps: tuple[Step, ...]
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Process group -> its global ranks."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What the program says about itself, under the key `hocket`: `transport`, `pp_rank`, `work`, ... Mostly empty."""
+    """The program's own record, under the key `hocket`: `transport`, `pp_rank`, `work`, ... Mostly empty."""
     plan: Plan = field(default_factory=Plan)
-    """What the named ops are; empty for a program that names none."""
+    """The named ops; empty for a program that names none."""
     origin: int = 0
-    """Nanoseconds since the epoch at which time 0 lies."""
+    """Nanoseconds since the epoch at time 0."""
     host: str = ""
     """The machine, empty if the trace does not say."""
     notes: tuple[str, ...] = ()
-    """What a reader of the trace must know, for the report."""
+    """Notes for the reader of the report."""
 
     def __len__(self) -> int:
         return len(self.start)
 
     def text(self, column: Ints) -> list[str]:
-        """The words that a column stands for."""
+        """The words of a column."""
         return [self.words[i] for i in column]
 
     def of_kind(self, *kinds: Kind) -> NDArray[np.bool_]:
@@ -154,8 +154,8 @@ class Share:
     seconds: float
     """Union of its intervals."""
     waiting: float
-    """Of these, seconds in which all of it that ran waited for the last rank of its group to start: a late peer, no
-    transfer. nan if the traces of the group's other ranks were not given."""
+    """Of these, seconds in which every running one waited for the last rank of its group to start: a late peer, no
+    transfer. nan without the traces of the group's other ranks."""
     exposed: float
     """Of `seconds`, those in which no compute kernel ran."""
     bytes: float
@@ -194,17 +194,17 @@ class StepReport:
     kinds: Mapping[Kind, Share]
     """Kinds of communication that occur."""
     exposed_for: Mapping[Kind, float]
-    """Exposed time attributed to one kind each, so that it adds up to `exposed`: where several run at once, to the one
-    that ends last."""
+    """Exposed time by kind, each moment attributed to one kind, so that it adds up to `exposed`: of several that run at
+    once, to the one that ends last."""
     layers: Mapping[int, Mapping[Kind, Share]]
     """Layer -> kind -> share, communication of known layers only."""
     classes: Mapping[str, float]
     """Kernel class -> summed kernel seconds (no union)."""
     waiting: float = float("nan")
-    """Of communication, seconds in which all of it that ran is known to have waited for late peers; nan if the traces
-    of the other ranks were not given."""
+    """Of communication, seconds in which every running one is known to have waited for late peers; nan without the
+    traces of the other ranks."""
     exposed_waiting: float = float("nan")
-    """The same of exposed: no transfer would make these seconds fewer."""
+    """The same of exposed: a faster transfer would not reduce these seconds."""
 
     @property
     def absent(self) -> float:
@@ -219,7 +219,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that can be said about the traces of one run."""
+    """The report on the traces of one run."""
 
     sources: tuple[str, ...]
     device: str
@@ -229,13 +229,13 @@ class Report:
     steps: tuple[StepReport, ...]
     """By step, then rank."""
     notes: tuple[str, ...] = ()
-    """What the reader must know: steps that are missing, ranks not given, clocks that could not be aligned."""
+    """Notes for the reader: missing steps, missing ranks, clocks that could not be aligned."""
     stages: Mapping[int, int] = field(default_factory=dict)
     """Rank -> its pipeline rank; empty outside hocket."""
 
     @property
     def emulated(self) -> bool:
-        """Whether the network was imitated."""
+        """Whether the network was emulated."""
         return self.transport == "slow"
 
     @property
@@ -268,22 +268,22 @@ class Slowdown:
 
 @dataclass(frozen=True, kw_only=True)
 class Tax:
-    """What communication costs a step: a run against the same run with the null transport."""
+    """The cost of communication per step: a run against the same run with the null transport."""
 
     seconds: float
     """Of a step: median over steps of the slowest rank."""
     null: float
     """The same without communication."""
     parts: Mapping[str, float]
-    """Seconds of the difference by where they show on the rank for which the others wait: `compute` (longer kernels),
-    `exposed`, `host_bound` and `idle` (the rest without any activity). They add up to it; a negative part is shorter
-    than without communication."""
+    """Seconds of the difference on the rank for which the others wait: `compute` (longer kernels), `exposed`,
+    `host_bound` and `idle` (the rest without any activity). They add up to it; a negative part is shorter than without
+    communication."""
     classes: tuple[Slowdown, ...]
     """Kernel classes, the costliest first."""
     ops: tuple[Slowdown, ...]
     """Plan ops by verb and part, outside hocket kernels by name; the costliest first."""
     notes: tuple[str, ...] = ()
-    """What the reader must know, for example that routing differs."""
+    """Notes for the reader, for example that routing differs."""
 
     @property
     def share(self) -> float:

@@ -1,8 +1,8 @@
-"""What communication cost: how long each kind ran, and how much of that no compute kernel covered.
+"""The cost of communication: how long each kind ran, and how much of that no compute kernel overlapped.
 
-Definitions are those of `docs/explain.md`. Within a step's window everything that ran there counts, of
-whichever step, cut to the window: so compute, exposed communication and idle time add up to the step. Counts and bytes
-are those of the activities that the step launched.
+Definitions are those of `docs/explain.md`. A step's window includes all activities in it, of any step, cut to the
+window, so compute, exposed communication and idle time add up to the step. Counts and bytes are those of the activities
+that the step launched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Rows = NDArray[np.bool_]
 
 
 def report(traces: Sequence[RankTrace]) -> Report:
-    """Everything about the traces of one run, as `load` gives them."""
+    """The report on the traces of one run, as returned by `load`."""
     assert traces, "a report needs a trace"
     last = last_starts(traces)
     steps = [
@@ -41,7 +41,7 @@ def report(traces: Sequence[RankTrace]) -> Report:
 
 
 def last_starts(traces: Sequence[RankTrace]) -> tuple[Floats, ...]:
-    """For each activity of each trace, when the last rank of its collective started; nan if not all ranks are known."""
+    """When the last rank of each activity's collective started, per trace; nan if not all ranks are known."""
     latest: dict[int, float] = {}
     for trace in traces:
         rows = np.flatnonzero(trace.match >= 0)
@@ -119,16 +119,16 @@ def _edges(*spans: Spans) -> tuple[Floats, Floats]:
 
 
 def waits(start: Floats, end: Floats, last: Floats) -> Spans:
-    """Stretches in which all that runs of some communication waits for late peers.
+    """Intervals in which all running activities wait for late peers.
 
-    `last` is when the last rank of each started; where that is nan, data moves from `start` on.
+    `last` is when the last rank of each started; where it is nan, data moves from `start` on.
     """
     moves = np.where(np.isnan(last), start, np.clip(last, start, end))
     return subtract(union(start, moves), union(moves, end))
 
 
 def _waits(trace: RankTrace, rows: Rows, last: Floats, exposed: Spans, window: Spans) -> tuple[float, float]:
-    """Seconds of waiting in a step, and of its exposed time in which nothing but waiting went on; 0 without rows."""
+    """Seconds of waiting in a step, and seconds of exposed time with nothing but waiting; 0 without rows."""
     start, end, last = trace.start[rows], trace.end[rows], last[rows]
     if len(start) and np.isnan(last).all():
         return float("nan"), float("nan")
@@ -137,13 +137,13 @@ def _waits(trace: RankTrace, rows: Rows, last: Floats, exposed: Spans, window: S
 
 
 def _calls(trace: RankTrace, rows: Rows) -> int:
-    """Collectives among the rows: all activities of one call count once, those of an unknown call each."""
+    """Collectives among the rows: the activities of one call count once, those of unknown calls each."""
     calls = trace.calls[rows]
     return int((calls < 0).sum()) + len(np.unique(calls[calls >= 0]))
 
 
 def _attributed(trace: RankTrace, rows: Rows, exposed: Spans) -> Mapping[Kind, float]:
-    """Exposed time by kind: each moment belongs to the communication running then that ends last."""
+    """Exposed time by kind: each moment is attributed to the running communication that ends last."""
     index = np.flatnonzero(rows)
     index = index[np.lexsort((trace.start[index], -trace.end[index]))]
     start, end, which = _last_ending(trace.start[index], trace.end[index])
@@ -153,11 +153,11 @@ def _attributed(trace: RankTrace, rows: Rows, exposed: Spans) -> Mapping[Kind, f
 
 
 def _last_ending(start: Floats, end: Floats) -> tuple[Floats, Floats, NDArray[np.int64]]:
-    """Stretches in which one interval is the last to end of those that run: (start, end, which).
+    """Disjoint intervals in which one of the running activities is the last to end: (start, end, which).
 
-    The intervals come by falling end. Where interval i is open, and all before it (that end later) are not, it is the
-    last to end; since those that end later and start before its end cover from their start to its end, this is the
-    stretch from its start to the earliest start seen before.
+    The inputs are sorted by falling end. Those before i end later and, if they start before the end of i, are the last
+    to end from their start on. So i is the last from its start to its end, or to the earliest start among those before
+    it.
     """
     if not len(start):
         return start, end, np.empty(0, np.int64)
@@ -168,23 +168,23 @@ def _last_ending(start: Floats, end: Floats) -> tuple[Floats, Floats, NDArray[np
 
 
 def exposed(trace: RankTrace, start: float, end: float) -> Spans:
-    """Stretches between two times in which a rank communicates and no compute kernel runs."""
+    """Intervals between two times in which a rank communicates and runs no compute kernel."""
     computes = trace.of_kind("compute")
     return clip(subtract(_spans(trace, ~computes), _spans(trace, computes)), start, end)
 
 
 def idle(trace: RankTrace, start: float, end: float) -> Spans:
-    """Stretches between two times in which nothing runs on a rank."""
+    """Intervals between two times in which a rank runs nothing."""
     return subtract(np.array([[start, end]]), union(trace.start, trace.end))
 
 
 def late(trace: RankTrace, start: float, end: float) -> Spans:
-    """Of the idle stretches, until the host had launched what runs next: it was late."""
+    """The parts of idle intervals before the host had launched the next activity."""
     return _late_host(trace, idle(trace, start, end))
 
 
 def _late_host(trace: RankTrace, idle: Spans) -> Spans:
-    """Of stretches in which nothing runs, the parts until the host had launched what runs next."""
+    """The parts of idle intervals before the host had launched the activity that follows."""
     following = np.searchsorted(trace.start, idle[:, 1], side="left")
     launched = np.append(trace.launched, np.nan)[following]
     return union(idle[:, 0], np.clip(np.nan_to_num(launched, nan=-np.inf), idle[:, 0], idle[:, 1]))
@@ -197,7 +197,7 @@ def _classes(trace: RankTrace, rows: Rows) -> Mapping[str, float]:
 
 
 def _world(traces: Sequence[RankTrace]) -> int:
-    """Ranks of the run, at least as many as the largest number of one says."""
+    """The run's number of ranks, or the largest rank's number + 1 if that is more."""
     return max(max(trace.world, trace.rank + 1) for trace in traces)
 
 

@@ -1,7 +1,7 @@
 """Sets of time as unions of intervals, in numpy.
 
-`Spans` is a float64 array (n, 2) of start and end, ascending, disjoint and not empty: what `union` makes. All other
-functions take and give that form, in time linear in the intervals once these are sorted.
+`Spans` is a float64 array (n, 2) of starts and ends, ascending, disjoint and not empty, as made by `union`. All other
+functions take and return this form, in time linear in the number of intervals once they are sorted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Spans = NDArray[np.float64]
 
 
 def union(start: Floats, end: Floats) -> Spans:
-    """The points that lie in any of the intervals; those that touch become one, empty ones vanish."""
+    """The points in any of the intervals; touching intervals are merged, empty ones dropped."""
     kept = end > start
     start, end = start[kept], end[kept]
     if not len(start):
@@ -28,7 +28,7 @@ def union(start: Floats, end: Floats) -> Spans:
 
 
 def intersect(a: Spans, b: Spans) -> Spans:
-    """The points that lie in both."""
+    """The points in both."""
     first = np.searchsorted(b[:, 1], a[:, 0], side="right")
     count = np.maximum(np.searchsorted(b[:, 0], a[:, 1], side="left") - first, 0)
     i = np.repeat(np.arange(len(a)), count)
@@ -37,7 +37,7 @@ def intersect(a: Spans, b: Spans) -> Spans:
 
 
 def subtract(a: Spans, b: Spans) -> Spans:
-    """The points of `a` that do not lie in `b`."""
+    """The points of `a` that are not in `b`."""
     edges = np.concatenate([[-np.inf], b.ravel(), [np.inf]])
     return intersect(a, edges.reshape(-1, 2))
 
@@ -53,12 +53,12 @@ def length(spans: Spans) -> float:
 
 
 def covered(start: Floats, end: Floats, by: Spans) -> Floats:
-    """How much of each interval lies in `by`; the intervals may overlap each other."""
+    """The length of each interval's intersection with `by`; the intervals may overlap each other."""
     return _measure(end, by) - _measure(start, by)
 
 
 def _measure(at: Floats, spans: Spans) -> Floats:
-    """Length of `spans` before each time."""
+    """The length of `spans` before each time."""
     if not len(spans):
         return np.zeros(len(at))
     lengths = spans[:, 1] - spans[:, 0]

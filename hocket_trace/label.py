@@ -1,8 +1,8 @@
-"""What an activity is: communication or compute, for what, of which class, over how many bytes.
+"""Classifies activities: communication or compute, kind, kernel class, and bytes.
 
-What a program tells about its ops (`plan.py`) comes first. Everything else is decided from words: the kernel's own
-name, the op that launched it, annotations around the launch, and what torch says about a collective. Each function
-looks at one set of words; callers ask once per distinct set.
+A program's description of its ops (`plan.py`) has priority. Otherwise text decides: the kernel's name, the op that
+launched it, annotations around the launch, and torch's args of a collective. Callers call each function once per
+distinct set of texts.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _TRANSFER = re.compile(
     re.IGNORECASE,
 )
 _ONLY_COMPUTE = re.compile(r"^triton_(poi|red|per|tem|for)_(?!.*(nvshmem|symm_mem))|at::native::|cutlass|cub::|cudnn")
-"""Kernels that never communicate, whatever ops the compiler wrote into their names."""
+"""Kernels that never communicate, even if the compiler wrote names of collectives into theirs."""
 
 COLLECTIVES: tuple[str, ...] = (
     "allgather", "reducescatter", "allreduce", "alltoall", "sendrecv", "send", "recv", "broadcast", "barrier",
     "reduce", "gather", "scatter",
 )  # fmt: skip
 _COPYING = ("nccl:", "c10d::", "symm_mem::_low_contention", "hocket:")
-"""Beginnings of launchers whose copies are communication, also those within a GPU."""
+"""Prefixes of launchers whose copies are communication, even within a GPU."""
 _ENDLESS = 1e18
-"""Elements and bytes that no message has: beyond them, numbers are broken."""
+"""Elements and bytes beyond which a number is taken for corrupt."""
 _SMALL = 4096
-"""Bytes up to which an all-reduce or broadcast is taken for a number that ranks agree on, not for gradients."""
+"""Bytes up to which an all-reduce or broadcast counts as agreement between ranks, not as gradients."""
 
 _BY_COLLECTIVE: Mapping[str, Kind] = {
     "allgather": "gather", "reducescatter": "reduce", "allreduce": "reduce", "alltoall": "a2a", "send": "pp",
@@ -46,7 +46,7 @@ def _patterns(*table: tuple[KernelClass, str]) -> tuple[tuple[re.Pattern[str], K
 
 
 def _ops(words: str) -> str:
-    """Ops of any library by the first words of their names: `mm` stands for `aten::mm` and `aten::_mm_out`."""
+    """A pattern for ops of any library by the first parts of names: `mm` matches `aten::mm` and `aten::_mm_out`."""
     return rf"::_?({'|'.join(words.split())})(?![a-z])"
 
 
@@ -68,7 +68,7 @@ _OP_CLASS = _patterns(
     ("elementwise", _ops("add sub rsub mul div neg pow exp log sqrt rsqrt silu gelu relu sigmoid tanh where lerp")),
     ("elementwise", _ops("addcmul addcdiv abs clamp dropout floor_divide eq ne lt le gt ge")),
 )
-"""Torch op -> class; the first that fits."""
+"""Torch op -> class; the first match counts."""
 
 _NAME_CLASS = _patterns(
     ("copy", r"^Mem(cpy|set)|^_(take_rows|cast_rows|transposed)"),
@@ -88,7 +88,7 @@ _NAME_CLASS = _patterns(
     ("copy", r"copy_kernel|CatArray|_copy|FillFunctor|fill"),
     ("elementwise", r"elementwise|pointwise|silu|swiglu|gelu|rope|rotary|^_add_by_expert"),
 )
-"""Kernel name -> class; the first that fits."""
+"""Kernel name -> class; the first match counts."""
 
 _DTYPE_BYTES: Mapping[str, int] = {
     "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,
@@ -97,16 +97,16 @@ _DTYPE_BYTES: Mapping[str, int] = {
 
 
 def layer_of(name: str) -> int:
-    """The layer that a module's name such as `model.layers.5.mlp` tells, else -1."""
+    """The layer in a module's name such as `model.layers.5.mlp`, else -1."""
     found = _MODULE_LAYER.search(name)
     return int(found[1]) if found else -1
 
 
 def is_communication(name: str, launcher: str, op: PlanOp | None = None) -> bool:
-    """Whether a kernel, copy or memset moves data between ranks, from its name, what launched it and the plan's op.
+    """Whether a kernel, copy or memset moves data between ranks, from its name, its launcher and the plan's op.
 
-    A copy within the GPU counts if a collective made it, the rank's own part of a copy-engine collective, or a receive:
-    what a neighbour has copied to this rank is brought to where it is wanted.
+    A copy within the GPU counts if it is a collective's, the rank's own part of a copy-engine collective, or a receive,
+    which copies data that a neighbour has copied to this rank to its destination.
     """
     if op is not None and op.kind == "pp" and name.startswith("Memcpy DtoD"):
         return True
@@ -116,7 +116,7 @@ def is_communication(name: str, launcher: str, op: PlanOp | None = None) -> bool
 
 
 def collective_of(*texts: str) -> str:
-    """The collective that the first telling text names: one of `COLLECTIVES`, else empty."""
+    """The collective that the first text with a known name contains: one of `COLLECTIVES`, else empty."""
     for text in texts:
         plain = re.sub(r"[^a-z0-9]", "", text.lower())
         for collective in COLLECTIVES:
@@ -126,11 +126,10 @@ def collective_of(*texts: str) -> str:
 
 
 def kind_of(op: PlanOp | None, description: str, collective: str, around: str, size: float) -> Kind:
-    """What a communication is for.
+    """The kind of a communication.
 
-    `op` is the plan's op, `description` that of the process group, `collective` one of `COLLECTIVES`, `around` the
-    names of the ops and annotations around the launch and of the kernel; `size` its bytes, 0 if not known. Empty if not
-    known.
+    `op` is the plan's op, `description` the process group's, `collective` one of `COLLECTIVES` or empty, `around` the
+    names of the ops and annotations around the launch and of the kernel, and `size` its bytes, 0 if not known.
     """
     if op is not None and op.kind != "compute":
         return op.kind
@@ -170,7 +169,7 @@ def _by_name(collective: str, around: str, small: bool) -> Kind:
 
 
 def kernel_class(name: str, launcher: str, in_optimizer: bool) -> KernelClass:
-    """The class of a compute kernel, from the op that launched it and, where that says nothing, from its name."""
+    """The class of a compute kernel, from the op that launched it or else from its name."""
     if name.startswith(("Memcpy", "Memset")):
         return "copy"
     if in_optimizer:
@@ -182,9 +181,9 @@ def kernel_class(name: str, launcher: str, in_optimizer: bool) -> KernelClass:
 
 
 def is_stand_in(name: str, launcher: str, op: PlanOp | None) -> bool:
-    """Whether a kernel of the null transport writes in place of what would arrive for a plan op.
+    """Whether a kernel of the null transport writes a stand-in for a plan op's received data.
 
-    The copy of an exchange's counts to the host is none: a run that communicates makes it, too.
+    The copy of an exchange's counts to the host is none: a run that communicates has it too.
     """
     moves_rows = op is not None and op.kind in ("a2a", "pp")
     copied = launcher == "aten::copy_" and not name.startswith("Memcpy DtoH")
@@ -192,19 +191,19 @@ def is_stand_in(name: str, launcher: str, op: PlanOp | None) -> bool:
 
 
 def is_copy(name: str) -> bool:
-    """Whether a copy engine did it. The launch of those that come in batches is not in a trace."""
+    """Whether a copy engine ran it. Traces lack the launches of batched copies."""
     return name.startswith("Memcpy")
 
 
 def is_barrier(name: str) -> bool:
-    """Whether a kernel is the barrier of symmetric memory, which ends what was stored or copied before it."""
+    """Whether a kernel is symmetric memory's barrier, which ends the stores or copies before it."""
     return "barrier_kernel" in name
 
 
 def bus_bytes(args: Mapping[str, Any], collective: str, rank: int, ranks: tuple[int, ...]) -> float:
-    """Bytes of a collective over this rank's link, by the factors of nccl-tests; 0 if the args do not tell.
+    """Bytes of a collective over this rank's link, by the factors of nccl-tests; 0 if the args don't have them.
 
-    Of an all-to-all with uneven splits, the larger of what leaves and what arrives.
+    For an all-to-all with uneven splits, the larger of sent and received bytes.
     """
     element = _DTYPE_BYTES.get(str(args.get("dtype", "")), 0)
     sent, received = element * number(args, "In msg nelems"), element * number(args, "Out msg nelems")
@@ -224,13 +223,13 @@ def bus_bytes(args: Mapping[str, Any], collective: str, rank: int, ranks: tuple[
 
 
 def number(args: Mapping[str, Any], key: str) -> float:
-    """A count in what a trace tells about an activity; 0 if it is none or cannot be."""
+    """A count in an activity's args; 0 if it is missing or invalid."""
     value = args.get(key)
     return float(value) if isinstance(value, int | float) and 0 <= value < _ENDLESS else 0.0
 
 
 def _foreign(splits: Any, own: int, n: int) -> float:
-    """The share of an all-to-all's rows that is for others, or from them."""
+    """The share of an all-to-all's rows that other ranks send or receive."""
     rows = [int(row) for row in re.findall(r"\d+", str(splits or ""))]
     if len(rows) != n or not sum(rows):
         return (n - 1) / n

@@ -1,4 +1,4 @@
-"""GPU activities and what launched them: kernel -> correlation id -> launch on a host thread -> ops open there."""
+"""GPU activities and their launches: kernel -> correlation id -> launch on a host thread -> enclosing ops."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from hocket_trace import label
 from hocket_trace.data import Floats, Ints, Plan
 from hocket_trace.parse import COLLECTIVE, Events, Rows
 
-# -- Which op of the host was open when a kernel was launched: ops of one thread lie inside each other -----------------
+# -- The host op during which a kernel was launched: ops of one thread are nested --------------------------------------
 
 
 @dataclass(frozen=True)
 class Nesting:
-    """The host's ops by thread and start, each with the op around it."""
+    """The host's ops by thread and start, each with the op that encloses it."""
 
     order: Ints
-    """Positions in the columns this was made from."""
+    """Positions in the columns that this was built from."""
     start: Floats
     end: Floats
     parent: Ints
     """Index into these columns, -1 for an outermost op."""
     threads: dict[int, tuple[int, int]]
-    """Thread -> its first row and the row after its last."""
+    """Thread -> its first row and the row after its last one."""
 
     def innermost(self, at: Floats, thread: Ints) -> Ints:
-        """The innermost op open at each time on each thread, -1 if there is none."""
+        """The innermost op that is running at each time on each thread, -1 if there is none."""
         found = np.full(len(at), -1, np.int64)
         for number in np.unique(thread):
             first, last = self.threads.get(int(number), (0, 0))
@@ -42,7 +42,7 @@ class Nesting:
         return found
 
     def climb(self, index: Ints, wanted: NDArray[np.bool_]) -> Ints:
-        """The op itself or the nearest around it that is wanted (a mask over these columns), -1 if there is none."""
+        """The op itself or its nearest enclosing op that is wanted (a mask over these columns), -1 if there is none."""
         return self._up_while(index.copy(), lambda i: ~wanted[i])
 
     def _up_while(self, index: Ints, going: Callable[[Ints], NDArray[np.bool_]]) -> Ints:
@@ -55,11 +55,11 @@ class Nesting:
 
 
 def nest(start: Floats, end: Floats, thread: Ints) -> Nesting:
-    """Order the ops and find the op around each."""
+    """Sort the ops, and find the op that encloses each."""
     order = np.lexsort((-end, start, thread))
     start, end, thread = start[order], end[order], thread[order]
     numbers, firsts = np.unique(thread, return_index=True)
-    lasts = [*firsts[1:].tolist(), len(thread)][: len(firsts)]  # no threads, no ops
+    lasts = [*firsts[1:].tolist(), len(thread)][: len(firsts)]  # empty without ops
     spans = {int(n): (int(a), b) for n, a, b in zip(numbers, firsts, lasts, strict=True)}
     parent: list[int] = []
     starts, ends = start.tolist(), end.tolist()
@@ -76,21 +76,21 @@ def nest(start: Floats, end: Floats, thread: Ints) -> Nesting:
 # -- launch ------------------------------------------------------------------------------------------------------------
 
 TRANSPORTS = ("nccl:", "gloo:")
-"""Beginnings of the annotations that torch puts around the calls of a communication library."""
+"""Prefixes of torch's annotations around calls of a communication library."""
 COPIES = "hocket:"
-"""Beginning of those around a gather or reduction that is copies."""
+"""Prefix of annotations around a gather or reduction by copies."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What the ops tell that were open when something was launched, one entry per launch; words as indices."""
+    """The ops and annotations that enclosed launches, one entry per launch; words as indices."""
 
     launcher: Ints
     """The innermost op of torch, or the annotation of a collective such as `nccl:_all_gather_base`."""
     op: Ints
     """The program's named op (`plan.py`)."""
     around: Ints
-    """An annotation that says what a communication is for, such as `FSDP::all_gather (layers.5)`."""
+    """An annotation with the purpose of a communication, such as `FSDP::all_gather (layers.5)`."""
     layer: Ints
     optimizer: NDArray[np.bool_]
     """Launched by an optimizer's step."""
@@ -100,7 +100,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Activities:
-    """Activities of one rank by start, with the host's side of them; words as indices into `words`."""
+    """Activities of one rank by start, with their launches; words as indices into `words`."""
 
     words: tuple[str, ...]
     start: Floats
@@ -110,24 +110,24 @@ class Activities:
     lane: Ints
     opened: Opened
     transfer: NDArray[np.bool_]
-    """Communication for sure, whatever its name."""
+    """Communication, whatever its name."""
     args: Mapping[int, Mapping[str, Any]]
-    """Row -> what torch says about its collective or copy."""
+    """Row -> torch's args of its collective or copy."""
     notes: tuple[str, ...] = ()
 
 
 _PURPOSES = ("gather", "reduce", "all_to_all", "matmul", "dispatch", "combine")
 _SPIN = "spin_kernel"
-"""The kernel with which hocket's `slow` transport keeps a stream busy before a collective, as a slower link would."""
+"""The kernel with which hocket's `slow` transport occupies a stream before a collective, to emulate a slower link."""
 
 
 def opened_at(events: Events, host: Rows, words: Sequence[str], at: Floats, thread: Ints) -> Opened:
-    """What was open on each thread at each time; nan times have nothing open.
+    """The ops and annotations that enclose each time on each thread; none for nan times.
 
-    `host` are the ops of `events` that count, and the last of `words` is the empty one.
+    `host` has the ops of `events` to consider, and the last of `words` is empty.
     """
 
-    def telling(test: Any) -> NDArray[np.bool_]:
+    def matching(test: Any) -> NDArray[np.bool_]:
         return np.array([test(word) for word in words], bool)
 
     nesting = nest(host.start, host.end, host.where)
@@ -139,13 +139,13 @@ def opened_at(events: Events, host: Rows, words: Sequence[str], at: Floats, thre
         index = nesting.climb(inner, wanted)
         return np.append(name, empty)[index]
 
-    plan, layer = telling(events.plan.ops.__contains__), np.array([layer_of(word, events) for word in words], np.int64)
-    transport = telling(lambda word: word.startswith(TRANSPORTS))
-    copies = telling(lambda word: word.startswith(COPIES))
-    collective = telling(lambda word: word == COLLECTIVE) | copies
-    purpose = telling(lambda word: any(part in word for part in _PURPOSES)) & ~plan
-    optimizer = telling(lambda word: word.startswith("Optimizer.step#"))
-    agrees = telling(lambda word: word in events.plan.ops and events.plan.ops[word].kind == "control")
+    plan, layer = matching(events.plan.ops.__contains__), np.array([layer_of(word, events) for word in words], np.int64)
+    transport = matching(lambda word: word.startswith(TRANSPORTS))
+    copies = matching(lambda word: word.startswith(COPIES))
+    collective = matching(lambda word: word == COLLECTIVE) | copies
+    purpose = matching(lambda word: any(part in word for part in _PURPOSES)) & ~plan
+    optimizer = matching(lambda word: word.startswith("Optimizer.step#"))
+    agrees = matching(lambda word: word in events.plan.ops and events.plan.ops[word].kind == "control")
     op = nearest(plan[name] & annotation)
     op = np.where(op == empty, _open_anywhere(host, plan, at, empty), op)
     call = nesting.climb(inner, collective[name])
@@ -161,13 +161,13 @@ def opened_at(events: Events, host: Rows, words: Sequence[str], at: Floats, thre
 
 
 def layer_of(word: str, events: Events) -> int:
-    """The layer of a named op, or the one that a module's name tells; -1 if there is none."""
+    """The layer of a named op, or the one in a module's name; -1 if there is none."""
     op = events.plan.ops.get(word)
     return label.layer_of(word) if op is None else op.layer
 
 
 def _open_anywhere(host: Rows, plan: NDArray[np.bool_], at: Floats, empty: int) -> Ints:
-    """The plan op open on any thread: backward kernels are launched by threads of autograd, annotated or not."""
+    """The plan op open on any thread: autograd's threads launch backward kernels, with or without annotations."""
     rows = np.flatnonzero(plan[host.name] & (host.link == 1))
     if not len(rows):
         return np.full(len(at), empty)
@@ -189,7 +189,7 @@ def gpu_activities(events: Events) -> Activities:
     at = np.append(launches.start, np.nan)[launched_by]
     words = (*events.names, "")
     opened = opened_at(events, events.host, words, at, np.append(launches.where, -1)[launched_by])
-    args = {int(row): _told(events, int(original), int(opened.call[row])) for row, original in enumerate(order)
+    args = {int(row): _args(events, int(original), int(opened.call[row])) for row, original in enumerate(order)
             if original in device.args or opened.call[row] >= 0}  # fmt: skip
     spin = np.array([_SPIN in word for word in words], bool)[device.name[order]]
     emulated = _emulated(spin, device.where[order], opened)
@@ -210,7 +210,7 @@ def gpu_activities(events: Events) -> Activities:
 
 
 def _emulated(spin: NDArray[np.bool_], stream: Ints, opened: Opened) -> dict[int, int]:
-    """Row of a spin that stands for a slower link -> the row of the collective that it holds back.
+    """Row of a spin that emulates a slower link -> the row of the collective that it delays.
 
     That is the next one on its stream, if the same plan op launched both.
     """
@@ -225,15 +225,15 @@ def _emulated(spin: NDArray[np.bool_], stream: Ints, opened: Opened) -> dict[int
     return found
 
 
-def _told(events: Events, row: int, call: int) -> Mapping[str, Any]:
-    """What the kernel says about its collective, on top of what the collective's op on the host says."""
+def _args(events: Events, row: int, call: int) -> Mapping[str, Any]:
+    """The args of a kernel, added to those of its collective's op on the host."""
     return {**events.host.args.get(call, {}), **events.device.args.get(row, {})}
 
 
 def _lanes(stream: Ints, op: Ints, words: tuple[str, ...], plan: Plan) -> tuple[Ints, tuple[str, ...]]:
-    """Each row's lane, and the words with those of the lanes.
+    """Each row's lane, and the words with the lanes' names.
 
-    A stream is the lane of the named ops that launched most of its kernels, and `stream 7` if none did.
+    A stream's lane is that of the named ops that launched most of its kernels, or `stream 7` if none did.
     """
     votes: dict[int, Counter[str]] = defaultdict(Counter)
     for where, name in zip(stream.tolist(), op.tolist(), strict=True):

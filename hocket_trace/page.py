@@ -1,7 +1,7 @@
-"""A report as one page that needs no other file and no network: the timeline, and the tables beside it.
+"""A report as one self-contained page: the timeline, and the tables beside it.
 
-The activities travel as columns of whole nanoseconds (gap to the one before, length) and an index into a table of what
-they are, because most kernels run many times: about 16 bytes for each. `assets/` has the page's style and scripts.
+Most kernels run many times, so activities are columns of integer nanoseconds (gap to the previous one, length) and of
+indices into a table of distinct activities: about 16 bytes each. `assets/` has the page's style and scripts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _PART_COLORS = {
     "alone": "#8db9f7", "beside": "#2f5f9e", "exposed": COLORS["exposed"], "host_bound": COLORS["late"],
     "rest": "var(--line)",
 }  # fmt: skip
-"""Colours of what a step consists of: in the summary, and in the strip below each rank's compute."""
+"""Colours of a step's parts: in the summary, and in the strip below each rank's compute."""
 _STRIPS = {"alone": "alone", "beside": "beside", "exposed": "exposed", "host_bound": "late"}
-"""Parts of a step that the strip shows -> their names in `page.js`. It shows nothing where the rank is idle."""
+"""Parts of a step in the strip -> their names in `page.js`. The strip is empty where the rank is idle."""
 
 
 def html(
@@ -39,9 +39,9 @@ def html(
     about: Sequence[str] = (),
     first: tuple[float, float] | None = None,
 ) -> str:
-    """The page, with a title of its own if there is none, and lines about what it shows.
+    """The page, by default with the report's title, and lines about what it shows.
 
-    It begins at the step whose length is the median, or with the time of `first`, in seconds from and to.
+    It opens at the step of median length, or at the interval `first`, in seconds.
     """
     figures, data = to_json(report, tax), _data(report, traces, first)
     headline, *said = table.title(figures).split(": ", 1)
@@ -67,7 +67,7 @@ def _asset(name: str) -> str:
 
 
 def _data(report: Report, traces: Sequence[RankTrace], first: tuple[float, float] | None) -> dict[str, Any]:
-    """What the script works on: see `page.js`."""
+    """The data for the script: see `page.js`."""
     words: dict[str, int] = {"": 0}
     what: dict[tuple[int | float, ...], int] = {}
     steps = [step for trace in traces for step in trace.steps]
@@ -92,7 +92,7 @@ def _data(report: Report, traces: Sequence[RankTrace], first: tuple[float, float
 def _rank(
     trace: RankTrace, span: tuple[float, float], words: dict[str, int], what: dict[tuple[int | float, ...], int]
 ) -> dict[str, Any]:
-    """The activities of a rank between two times. Adds to `words` and to `what` kinds of activities there are."""
+    """A rank's activities between two times. Adds new words to `words`, and distinct activities to `what`."""
     start, end = span
     rows = np.flatnonzero((trace.end > start) & (trace.start < end))
     began = np.rint((trace.start[rows] - start) * 1e9).astype(np.int64)
@@ -130,13 +130,13 @@ def _ns(seconds: float) -> int:
 
 
 def _parts(figures: table.Figures) -> str:
-    """What a step consists of, as one bar and its key."""
+    """The parts of a step, as one bar and its key."""
     if not figures["step"]["rank_seconds"]:
         return ""
     bar, keys = [], []
     for name, words, seconds, share, about in table.step_parts(figures["step"]):
         color = _PART_COLORS[name]
-        if seconds:  # a part has at least a pixel
+        if seconds:  # CSS makes a part at least a pixel wide
             bar.append(f'<i style="width:{share * 100:.3f}%;background:{color}" title="{escape(words)}"></i>')
         keys.append(
             f'<li title="{escape(about)}"><i class="swatch" style="background:{color}"></i>{escape(words)} '
@@ -152,7 +152,7 @@ def _tables(figures: table.Figures) -> list[str]:
 
 
 def _section(one: table.Section) -> str:
-    """A table without columns of which nothing is known."""
+    """A table without the columns that have no known value."""
     known = [at for at in range(len(one.heads)) if not at or any(row[at] not in ("", UNKNOWN) for row in one.rows)]
     before, after = ("".join(f"<p>{escape(text)}</p>" for text in texts) for texts in (one.before, one.after))
     heads = "".join(f"<th>{escape(one.heads[at])}</th>" for at in known)

@@ -1,8 +1,7 @@
-"""A trace file as columns: what the profiler wrote, not yet what it means.
+"""A trace file as columns of the profiler's data, not yet interpreted.
 
-A trace of 100 MB holds some 600,000 events. `json` reads them as dicts, at about a kilobyte each; they become columns
-at once and are dropped one by one, with the garbage collector off meanwhile, since it would look at all of them again
-and again.
+A trace of 100 MB has some 600,000 events. `json` makes dicts of them, of about a kilobyte each. They are converted to
+columns at once and dropped one by one. The garbage collector is off meanwhile, as it would scan them repeatedly.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from numpy.typing import NDArray
 from hocket_trace.data import KINDS, Floats, Ints, Plan, PlanOp
 
 # -- plan --------------------------------------------------------------------------------------------------------------
-# What a program tells about the ops that it names in its traces.
+# A program's description of the ops that it names in its traces.
 #
-# Any program can: it puts `torch.profiler.record_function("gather block 3")` around an op, and tells once what that is:
+# Any program can have one: it puts `torch.profiler.record_function("gather block 3")` around an op, and describes it:
 #
 #     profiler.add_metadata_json("hocket", json.dumps({"plan": {
 #         "lanes": ["compute", "gather"],
@@ -33,19 +32,19 @@ from hocket_trace.data import KINDS, Floats, Ints, Plan, PlanOp
 #         "ops": {"gather block 3": ["gather", "gather", "dp", 3], "fwd block 3": ["compute", "compute", "", 3]},
 #     }}))
 #
-# `lanes` come in the order in which reports show them, and those in `computing` compute. `ops` are those of this rank,
-# by their whole names: lane, kind (a word of `data.KINDS`), description of the process group, layer (-1: none). The
-# kind of an op that computes is `compute`, or else that of the communication that goes on inside. The first two words
-# of a name say what an op does: tables add up ops that agree in them.
+# `lanes` are in the order of reports, and those in `computing` compute. `ops` are this rank's, by their whole names:
+# lane, kind (a word of `data.KINDS`), description of the process group, layer (-1: none). The kind of an op on a
+# computing lane is `compute`, or that of the communication within it. The first two words of a name say what an op
+# does: tables add up ops that agree in them.
 
 
-def plan_of(told: Any) -> Plan:
-    """The plan from what a trace holds of it; an empty one for None. Raises ValueError for anything else."""
-    if told is None:
+def plan_of(metadata: Any) -> Plan:
+    """The plan from a trace's metadata; an empty one for None. Raises ValueError for invalid metadata."""
+    if metadata is None:
         return Plan()
     try:
-        lanes, ops = tuple(told["lanes"]), {name: PlanOp(*row) for name, row in told["ops"].items()}
-        plan = Plan(lanes, frozenset(told["computing"]), ops)
+        lanes, ops = tuple(metadata["lanes"]), {name: PlanOp(*row) for name, row in metadata["ops"].items()}
+        plan = Plan(lanes, frozenset(metadata["computing"]), ops)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{type(error).__name__} {error}") from None
     words = [*lanes, *plan.computing, *(word for op in ops.values() for word in (op.lane, op.group))]
@@ -63,16 +62,16 @@ DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST = ("cpu_op", "user_annotation")
 LAUNCH = ("cuda_runtime", "cuda_driver")
 COLLECTIVE = "record_param_comms"
-"""The op that torch puts around every collective, with what is known of it in its args."""
+"""The op that torch puts around every collective, whose args describe it."""
 MOST_RANKS = 10**6
-"""Ranks that a run has at most: beyond them, numbers are broken."""
+"""Ranks beyond which a number is taken for corrupt."""
 LONGEST = 1e7
-"""Seconds that no trace takes: beyond them, times are broken."""
+"""Seconds beyond which times are taken for corrupt."""
 _FIX = "fix: a trace of the PyTorch profiler"
 
 
 class TraceError(ValueError):
-    """A file that cannot be read as a trace; one line with the file, what is wrong and what to do."""
+    """An unreadable trace: one line with the file, the error and a fix."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,9 @@ class Rows:
     end: Floats
     where: Ints
     link: Ints
-    """Correlation id of device rows and launches, -1 if there is none; 1 for annotations among host rows, else 0."""
+    """Correlation id of device rows and launches, -1 if there is none; of host rows, 1 for annotations, else 0."""
     args: Mapping[int, Mapping[str, Any]]
-    """Row -> args of rows that tell about a collective or a copy."""
+    """Row -> args, for rows of collectives or copies."""
 
     def __len__(self) -> int:
         return len(self.name)
@@ -98,25 +97,25 @@ class Rows:
 
 @dataclass(frozen=True)
 class Events:
-    """A file, read."""
+    """The contents of a trace file."""
 
     source: str
     about: Mapping[str, Any]
     """The top level of the JSON without its events."""
     names: tuple[str, ...]
     origin: int
-    """Nanoseconds since the epoch at which time 0 lies."""
+    """Nanoseconds since the epoch at time 0."""
     device: Rows
     host: Rows
     launches: Rows
     threads: Mapping[int, str]
     """Thread -> its name."""
     plan: Plan
-    """What its named ops are."""
+    """The program's description of its named ops."""
 
 
 class _Column:
-    """Rows while they are collected."""
+    """Rows during their collection."""
 
     def __init__(self) -> None:
         self.name: list[int] = []
@@ -127,10 +126,10 @@ class _Column:
         self.args: dict[int, Mapping[str, Any]] = {}
 
     def rows(self, zero: float) -> Rows:
-        """The rows, with times in seconds after `zero` (µs). Raises ValueError for times that cannot be."""
+        """The rows, with times in seconds after `zero` (µs). Raises ValueError for impossible times."""
         start = (np.array(self.ts, np.float64) - zero) * 1e-6
-        end = start + np.maximum(np.array(self.dur, np.float64), 0.0) * 1e-6  # negative where the end was not recorded
-        if not np.all(end < LONGEST):  # nan is not less either
+        end = start + np.maximum(np.array(self.dur, np.float64), 0.0) * 1e-6  # negative if the end was not recorded
+        if not np.all(end < LONGEST):  # fails for nan too
             raise ValueError(f"its times reach over {np.max(end):g} s")
         name, where, link = (np.array(column, np.int64) for column in (self.name, self.where, self.link))
         return Rows(name, start, end, where, link, self.args)
@@ -177,7 +176,7 @@ def _document(path: Path, text: str) -> dict[str, Any]:
     try:
         document = json.loads(text, strict=False)
     except json.JSONDecodeError as error:
-        in_a_text = error.msg.startswith("Unterminated string")  # names of kernels are long
+        in_a_text = error.msg.startswith("Unterminated string")  # kernel names are long
         if text.lstrip()[:1] == "{" and (in_a_text or error.pos > len(text.rstrip()) - 200):
             raise TraceError(f"{path}: the JSON ends in the middle of an event; fix: copy or record it again") from None
         raise TraceError(f"{path}: this is not JSON (line {error.lineno}: {error.msg}); {_FIX}") from None
@@ -226,12 +225,12 @@ def _plan(path: Path, about: Mapping[str, Any]) -> Plan:
 
 
 def _shown(name: str) -> str:
-    """A name without what a terminal or a file cannot show."""
+    """A name without unprintable characters."""
     return name if name.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in name)
 
 
 def _clean(value: Any) -> Any:
-    """JSON with all its texts as they can be shown."""
+    """JSON with unprintable characters replaced."""
     if isinstance(value, dict):
         return {_shown(name): _clean(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -240,7 +239,7 @@ def _clean(value: Any) -> Any:
 
 
 def _check_about(path: Path, about: Mapping[str, Any]) -> None:
-    """Raise TraceError for metadata that the PyTorch profiler does not write; any of it may be missing."""
+    """Raise TraceError for metadata that the PyTorch profiler would not write; any of it may be missing."""
 
     def number(value: object, least: int) -> bool:
         return isinstance(value, int) and value >= least

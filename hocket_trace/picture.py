@@ -1,4 +1,4 @@
-"""A picture of a measured step as SVG."""
+"""An SVG picture of a measured step."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from hocket_trace.intervals import Spans
 from hocket_trace.table import warnings
 
 # -- scene -------------------------------------------------------------------------------------------------------------
-# What a picture of a step shows, before it is drawn: boxes, words and lines, all in pixels.
+# The contents of a step's picture, before it is drawn: boxes, words and lines, all in pixels.
 #
-# For each rank there are its lanes, compute first, and below compute a strip that marks exposed time, and time in which
-# the host was late. The page has the same lanes and colours.
+# Each rank has its lanes, compute first. Below compute, a strip marks exposed time, and time in which the host was
+# late. The page has the same lanes and colours.
 
 COLORS = {
     "compute": "#4a7fc9", "fwd": "#5b9bf3", "bwd": "#f2a03d", "wgrad": "#5fbf77", "step": "#9aa5b1",
     "a2a": "#c77ddb", "pp": "#2bb3c0", "gather": "#d9b62c", "reduce": "#b5835a", "tp": "#e2799b", "cp": "#7fb069",
     "control": "#7f8ea3", "other": "#a39b8b", "exposed": "#e5484d", "late": "#7c3aed",
 }  # fmt: skip
-"""Colours by kind; compute of a named op that begins with one of `_VERBS` has that of its verb. `late` is a
-host that has not launched yet. Mid tones, readable on light and on dark."""
+"""Colours by kind. Compute of a named op that begins with one of `_VERBS` has its verb's colour. `late` is for a host
+that has not launched yet. The tones are readable on light and on dark."""
 
 _VERBS = {name: name for name in ("fwd", "bwd", "wgrad", "step", "gather", "reduce")}
 _VERBS |= {"recompute": "fwd", "update": "step"}
 
 ABSENT = {"exposed": "communication is exposed", "late": "the host is late"}
-"""Why no compute runs, as the strip below compute shows it; where it shows nothing, the next kernel waits."""
+"""Reasons for absent compute in the strip below compute. Where the strip is empty, the next kernel waits."""
 
 GUTTER, _TOP, _GAP = 148, 56, 12
 _MAIN, _STRIP, _LOW = 24, 5, 11
 _NARROW = 1.0
-"""What is narrower than this many pixels shares its pixels with others."""
+"""Pixels of width below which boxes share their pixels."""
 _SHADES = 8
 _GOOD_PART = 0.1
 
 
 class Box(NamedTuple):
-    """A filled rectangle. `color` is a name of `COLORS`, or `bg` or `lane`."""
+    """A filled rectangle. `color` is a name in `COLORS`, or `bg` or `lane`."""
 
     x: float
     y: float
@@ -62,7 +62,7 @@ class Box(NamedTuple):
 
 @dataclass
 class Scene:
-    """A picture: boxes, and SVG of the lines below them and of the words above them."""
+    """A picture: boxes, and SVG of the lines below and of the words above them."""
 
     width: int
     height: int = 0
@@ -71,7 +71,7 @@ class Scene:
     words: list[str] = field(default_factory=list)
 
     def word(self, x: float, y: float, text: str, more: str = "") -> None:
-        """A text whose baseline lies at `y`, with further attributes."""
+        """Add a text with its baseline at `y` and further attributes."""
         self.words.append(f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>')
 
 
@@ -83,12 +83,12 @@ class Lane(NamedTuple):
 
     name: str
     compute: bool
-    """Whether it computes for most of its busy time, and for a good part of the rank's."""
+    """Whether compute is most of its busy time, and a good part of the rank's compute."""
     rows: Ints
 
 
 def lanes(trace: RankTrace) -> list[Lane]:
-    """The lanes of a rank as they are shown: those that compute, then those of its plan, then the others."""
+    """The lanes of a rank in the order of the picture: those that compute, then the plan's, then the others."""
     seconds = trace.end - trace.start
     computes = np.where(trace.of_kind("compute"), seconds, 0.0)
     known: dict[str, int] = {name: n for n, name in enumerate(trace.plan.lanes)}
@@ -123,7 +123,7 @@ def window(traces: Sequence[RankTrace], number: int) -> tuple[float, float]:
 
 
 def numbers(traces: Sequence[RankTrace]) -> list[int]:
-    """The steps that the traces have."""
+    """The step numbers in the traces."""
     return sorted({step.number for trace in traces for step in trace.steps})
 
 
@@ -134,7 +134,7 @@ def draw(
     width: int = 1200,
     labels: Mapping[str, str] = MappingProxyType({}),
 ) -> Scene:
-    """The picture of a step, `width` pixels wide, under a line of text. `labels` are texts by op for wide bars."""
+    """Draw a step, `width` pixels wide, under a line of text. `labels` are texts by op for wide bars."""
     start, end = window(traces, number)
     scene = Scene(width)
     chart = width - GUTTER - 12
@@ -167,7 +167,7 @@ def draw(
 
 
 def _shown(trace: RankTrace, start: float, end: float) -> Iterator[Lane]:
-    """The lanes of a rank on which something runs in a stretch of time, with the rows of that stretch."""
+    """The lanes of a rank with activities between two times, and only the rows of these."""
     for lane in lanes(trace):
         inside = (trace.end[lane.rows] > start) & (trace.start[lane.rows] < end)
         if inside.any():
@@ -181,7 +181,7 @@ def _bars(
     view: tuple[float, float, float],
     labels: Mapping[str, str],
 ) -> Iterator[Box]:
-    """The bars of a lane, what is too narrow to be seen first. Only their x and width count."""
+    """The bars of a lane, the combined short ones first. Only their x and width are set."""
     start, end, scale = view
     left = (np.clip(trace.start[lane.rows], start, end) - start) * scale
     right = (np.clip(trace.end[lane.rows], start, end) - start) * scale
@@ -192,9 +192,9 @@ def _bars(
     for n in np.flatnonzero(~narrow):
         width = right[n] - left[n]
         row = int(lane.rows[n])
-        told = _title(trace, row, start) if width >= 2 else ""  # a narrower one cannot be pointed at
+        text = _title(trace, row, start) if width >= 2 else ""  # narrower ones can't be hovered
         label = labels.get(trace.words[trace.op[row]], "")
-        yield Box(float(left[n]), 0, width - (0.5 if width > 3 else 0.0), 0, names[row], 1.0, told, label)
+        yield Box(float(left[n]), 0, width - (0.5 if width > 3 else 0.0), 0, names[row], 1.0, text, label)
 
 
 def _strip(spans: Spans, color: str, start: float, scale: float) -> Iterator[Box]:
@@ -208,9 +208,9 @@ def _strip(spans: Spans, color: str, start: float, scale: float) -> Iterator[Box
 
 
 def columns(narrow: Mapping[str, tuple[Floats, Floats]], noun: str) -> Iterator[Box]:
-    """Boxes for stretches too narrow to be seen, colour -> (left, right).
+    """Boxes for intervals too narrow to be seen, colour -> (left, right).
 
-    Every pixel has the colour that fills most of it, as opaque as all fill it; pixels that look alike are one box.
+    Each pixel has the colour that fills most of it, with the opacity of their sum; equal neighbours are one box.
     """
     if not narrow:
         return
@@ -234,25 +234,25 @@ def columns(narrow: Mapping[str, tuple[Floats, Floats]], noun: str) -> Iterator[
 
 
 def tick(length: float, width: float) -> float:
-    """The distance of grid lines on an axis of this length, a round number about 100 pixels wide."""
+    """The distance of an axis's grid lines, a round number about 100 pixels wide."""
     rough = length / max(1.0, width / 100)
     power = 10.0 ** floor(log10(rough))
     return next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
 
 
 def _title(trace: RankTrace, row: int, zero: float) -> str:
-    """What an activity is, and when it ran since `zero`, in one line."""
+    """One line with an activity's names, and its times since `zero`."""
     words = trace.words
     names = [words[column[row]] for column in (trace.op, trace.launcher, trace.name)]
     first = next(filter(None, names), "")
-    told = ", ".join([first, *dict.fromkeys(name for name in names if not first.startswith(name))])
+    text = ", ".join([first, *dict.fromkeys(name for name in names if not first.startswith(name))])
     start, end = trace.start[row], trace.end[row]
     when = f"{duration(end - start)}, {duration(start - zero)} to {duration(end - zero)}"
-    return f"{told if len(told) <= 160 else told[:159] + '…'}: {when}"
+    return f"{text if len(text) <= 160 else text[:159] + '…'}: {when}"
 
 
 def _frame(scene: Scene, head: str, size: tuple[float, float, float], used: set[str]) -> None:
-    """Head, axis and legend around the lanes. `size` is the length in seconds and pixels, and the lanes' bottom."""
+    """Add head, axis and legend. `size` is the length in seconds and in pixels, and the bottom of the lanes."""
     length, chart, bottom = size
     scene.word(8, 18, head, BOLD)
     step = tick(length, chart) if length > 0 else 1.0
@@ -291,9 +291,9 @@ def svg(
     width: int = 1200,
     labels: Mapping[str, str] | None = None,
 ) -> str:
-    """One step as an SVG document, `width` pixels wide, light or dark as its reader likes; bars tell what they are.
+    """One step as an SVG document, `width` pixels wide, in the reader's colour scheme, with tooltips on bars.
 
-    Without a step it is the one whose length is the median. `labels` are texts by op for bars that they fit into.
+    The default step is that of median length. `labels` are texts by op, shown in bars that are wide enough.
     """
     if not numbers(traces):
         raise ValueError(f"{several(report.sources)}: no step to draw; fix: a trace of whole steps")
@@ -311,7 +311,7 @@ def svg(
 
 
 def typical(report: Report) -> int:
-    """The step whose slowest rank takes the median time; of two, the faster."""
+    """The step whose slowest rank takes the median time; the faster of two."""
     slowest: dict[int, float] = {}
     for one in report.steps:
         slowest[one.step] = max(one.seconds, slowest.get(one.step, 0.0))

@@ -1,4 +1,4 @@
-"""One trace file as a `RankTrace`."""
+"""Interprets one trace file as a `RankTrace`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hocket_trace.data import Floats, Ints, Plan, PlanOp, RankTrace, Step
 from hocket_trace.launch import Activities, gpu_activities
 from hocket_trace.parse import Events, TraceError, parse
 
-# -- Which step an activity belongs to: the one in whose annotation the host launched it -------------------------------
+# -- An activity's step is the one in whose annotation the host launched it --------------------------------------------
 
 _NAME = re.compile(r"(?:hocket step |ProfilerStep#)(\d{1,18})")
 
@@ -31,7 +31,7 @@ def step_number(name: str) -> int:
 def assign(
     marks: Sequence[tuple[int, float, float]], start: Floats, end: Floats, launched: Floats
 ) -> tuple[tuple[Step, ...], Ints]:
-    """The steps that hold activities, and for every activity the index of its step, -1 outside all of them.
+    """The steps with activities, and the index of each activity's step, -1 outside of steps.
 
     `marks` are (number, start, end) of the host's annotations; without any, the whole trace is step 0.
     """
@@ -58,12 +58,12 @@ def assign(
 # -- read --------------------------------------------------------------------------------------------------------------
 
 EARLY = 50e-6
-"""Seconds up to which an activity may start before its launch: clocks of device and host are that close."""
+"""Seconds by which an activity may start before its launch, since clocks of device and host differ."""
 
 
 @dataclass
 class _Words:
-    """Words as numbers."""
+    """Numbers words."""
 
     known: dict[str, int] = field(default_factory=dict)
 
@@ -76,15 +76,14 @@ class _Words:
 
 
 def read(path: Path | str) -> RankTrace:
-    """Read the trace of one rank, of hocket or any other PyTorch program, with a GPU or without.
-
-    Raises TraceError.
+    """Read the trace of one rank, from hocket or any other PyTorch program, with or without a GPU. Raises
+    TraceError.
     """
     return understood(parse(Path(path)))
 
 
 def understood(events: Events) -> RankTrace:
-    """What a trace file means. Raises TraceError."""
+    """Interpret a trace file. Raises TraceError."""
     gpu = len(events.device) > 0
     if not gpu and _used_a_gpu(events):
         raise TraceError(
@@ -152,7 +151,7 @@ def _labelled(events: Events, found: Activities, gpu: bool) -> RankTrace:
 
 
 def _rank(events: Events, about: Mapping[str, Any]) -> tuple[int, int]:
-    """(rank, world): as the trace says. Else the rank is from a file name such as rank3.json.gz, and the world 0."""
+    """(rank, world) in the trace. Without them, the rank in a file name such as rank3.json.gz, and world 0."""
     if "rank" in about:
         return int(about["rank"]), int(about.get("world_size", 0))
     named = re.search(r"rank[-_]?(\d{1,6})(?!\d)", Path(events.source).name)
@@ -167,7 +166,7 @@ def _step_marks(events: Events) -> list[tuple[int, float, float]]:
 
 
 class _Groups:
-    """Process groups by the number torch gives them, under names for people."""
+    """Process groups by torch's numbers, with readable names."""
 
     def __init__(self, about: Mapping[str, Any]) -> None:
         made = [group for group in about.get("pg_config") or [] if isinstance(group, dict)]
@@ -178,13 +177,13 @@ class _Groups:
             self._add(str(group.get("pg_name", "")), str(group.get("pg_desc", "")), tuple(group.get("ranks") or ()))
 
     def _add(self, number: str, description: str, ranks: tuple[int, ...]) -> None:
-        """A description is the title unless groups of different ranks share it."""
+        """Add a group. Its title is the description, with the number if groups of different ranks share it."""
         plain = description if description not in ("", "undefined") else f"group {number}"
         title = plain if self.members.get(plain, ranks) == ranks else f"{plain} #{number}"
         self.members[title], self.title[number], self.description[number] = ranks, title, description
 
     def of(self, args: Mapping[str, Any]) -> tuple[str, str, tuple[int, ...]]:
-        """(title, description, ranks) of the group of a collective."""
+        """(title, description, ranks) of a collective's group."""
         number = str(args.get("Process Group Name", ""))
         if not number:
             return "", "", ()
@@ -196,38 +195,38 @@ class _Groups:
 
 
 def _labels(found: Activities, groups: _Groups, words: _Words, plan: Plan, who: tuple[int, bool]) -> dict[str, Any]:
-    """The columns of words, and what comes from a collective's args. Distinct sets of words are looked at once.
+    """The columns of words, and those from a collective's args. Distinct combinations of words are classified once.
 
-    `who` is the rank, and whether it only pretends to communicate.
+    `who` is the rank, and whether it uses the null transport.
     """
     rank, pretended = who
     n = len(found.start)
     communicates = _communicates(found, Plan() if pretended else plan)
     kind, group = np.full(n, words["compute"]), np.full(n, words[""])
     size = np.zeros(n)
-    named = any(found.words[i] for i in np.unique(found.opened.op))  # a replay of a plan names no op
+    named = any(found.words[i] for i in np.unique(found.opened.op))  # a replay of a plan has no op names
     counted: set[int] = set()
-    before: dict[int, int] = {}  # what the last communication of a lane was for
+    before: dict[int, int] = {}  # the kind of each lane's last communication
     for row in np.flatnonzero(communicates).tolist():
-        told = found.args.get(row, {})
-        title, description, ranks = groups.of(told)
+        args = found.args.get(row, {})
+        title, description, ranks = groups.of(args)
         name, launcher, op, around = (
             found.words[column[row]]
             for column in (found.name, found.opened.launcher, found.opened.op, found.opened.around)
         )
-        collective = label.collective_of(str(told.get("Collective name", "")), launcher, name, around)
+        collective = label.collective_of(str(args.get("Collective name", "")), launcher, name, around)
         call = int(found.opened.call[row])
-        moved = label.bus_bytes(told, collective, rank, ranks)
-        if "bytes" in told:
-            size[row] = 0.0 if name.startswith(("Memcpy D", "Memset")) else label.number(told, "bytes")
-        elif call not in counted:  # a call of several kernels moves its bytes once
+        moved = label.bus_bytes(args, collective, rank, ranks)
+        if "bytes" in args:
+            size[row] = 0.0 if name.startswith(("Memcpy D", "Memset")) else label.number(args, "bytes")
+        elif call not in counted:  # count a call's bytes only once
             size[row] = moved
             counted |= {call} - {-1}
         texts = f"{around} {launcher} {name}"
         kind[row] = words[label.kind_of(plan.ops.get(op), description, collective, texts, moved)]
         if not op and (label.is_barrier(name) or label.is_copy(name)) and not launcher:
             kind[row] = before.get(int(found.lane[row]), kind[row])
-        elif named and not op and not description:  # all but agreement between ranks goes on in ops of a plan
+        elif named and not op and not description:  # outside of ops, ranks only agree on something
             kind[row] = words["control"]
         before[int(found.lane[row])] = int(kind[row])
         group[row] = words[title]
@@ -253,17 +252,17 @@ def _labels(found: Activities, groups: _Groups, words: _Words, plan: Plan, who: 
 
 
 def _communicates(found: Activities, plan: Plan) -> NDArray[np.bool_]:
-    """Which activities are communication."""
-    return _that_are(label.is_communication, found, plan) | found.transfer
+    """A mask of the activities that are communication."""
+    return _passing(label.is_communication, found, plan) | found.transfer
 
 
 def _with_stand_ins(found: Activities, kernel_class: Ints, words: _Words, plan: Plan) -> Ints:
-    """The classes of kernels of a run with the null transport."""
-    return np.where(_that_are(label.is_stand_in, found, plan), words["stand-in"], kernel_class)
+    """The kernel classes of a run with the null transport, with its stand-ins."""
+    return np.where(_passing(label.is_stand_in, found, plan), words["stand-in"], kernel_class)
 
 
-def _that_are(test: Callable[[str, str, PlanOp | None], bool], found: Activities, plan: Plan) -> NDArray[np.bool_]:
-    """Which activities pass a test of their name, what launched them and their plan op."""
+def _passing(test: Callable[[str, str, PlanOp | None], bool], found: Activities, plan: Plan) -> NDArray[np.bool_]:
+    """A mask of the activities that pass a test of their name, launcher and plan op."""
     words, opened = found.words, found.opened
     return _for_distinct(
         lambda name, launcher, op: test(words[name], words[launcher], plan.ops.get(words[op])),
@@ -274,6 +273,6 @@ def _that_are(test: Callable[[str, str, PlanOp | None], bool], found: Activities
 
 
 def _for_distinct(function: Any, *columns: Ints) -> NDArray[Any]:
-    """`function` of every row of the columns, called once per distinct row."""
+    """`function` of each row of the columns, called once per distinct row."""
     rows, where = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
     return np.array([function(*row) for row in rows.tolist()])[where.reshape(-1)]

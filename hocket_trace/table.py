@@ -1,6 +1,6 @@
-"""A report for a terminal: what a step costs in one sentence, then where its time goes, from the whole to the detail.
+"""A report for a terminal: a summary of the step, then where its time goes, from the whole to the detail.
 
-Everything printed comes from `as_json.to_json`, so the table, the page and `--json` have the same numbers.
+All numbers come from `as_json.to_json`, so the table, the page and `--json` agree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Figures = Mapping[str, Any]
 """What `to_json` returns, or a part of it."""
 
 _MOST = 8
-"""Rows of layers, classes and ops that a terminal has room for."""
+"""Most rows of layers, classes and ops in a terminal."""
 
 PARTS = (
     ("alone", "compute alone", ""),
@@ -38,7 +38,7 @@ PARTS = (
     ("host_bound", "host late", "nothing runs: the next kernel is not launched yet"),
     ("rest", "idle", "nothing runs: the next kernel waits for another lane or rank"),
 )
-"""What a step consists of: name, title, explanation. `rest` is idle without host bound."""
+"""The parts of a step: name, title, explanation. `rest` is idle without host bound."""
 
 
 def render(report: Report, tax: Tax | None = None, width: int = 100) -> str:
@@ -47,7 +47,7 @@ def render(report: Report, tax: Tax | None = None, width: int = 100) -> str:
 
 
 def table(figures: Figures, width: int = 100) -> str:
-    """The same of a report's figures."""
+    """The same, from a report's figures."""
     notes = _indented([f"- {note}" for note in figures["notes"]], width)
     blocks = [
         wrapped(title(figures), width),
@@ -66,7 +66,7 @@ Row = list[str]
 
 @dataclass(frozen=True)
 class Section:
-    """A table of a report, with its head and what its numbers are, and sentences before and after it."""
+    """A table of a report, with its head, a description of its numbers, and sentences before and after it."""
 
     head: str
     about: str
@@ -75,11 +75,11 @@ class Section:
     before: Sequence[str] = ()
     after: Sequence[str] = ()
     more: str = ""
-    """What is left out where there is not room for all."""
+    """A line about omitted rows."""
 
 
 def sections(figures: Figures, most: int | None = None) -> list[Section]:
-    """The tables of a report, with at most so many layers, classes and ops."""
+    """The tables of a report, with at most `most` layers, classes and ops."""
     balance, tax = imbalance_text(figures), figures["tax"]
     found = [
         Section("Ranks", "milliseconds a step", *rank_rows(figures), after=[balance] if balance else []),
@@ -101,7 +101,7 @@ def sections(figures: Figures, most: int | None = None) -> list[Section]:
 
 
 def title(figures: Figures) -> str:
-    """What was measured."""
+    """The ranks, device, transport and steps that were measured."""
     ranks, steps = figures["ranks"], figures["steps"]
     of = f" of {figures['world']}" if figures["world"] > len(ranks) else ""
     what = [
@@ -121,7 +121,7 @@ def span(numbers: Sequence[int]) -> str:
 
 
 def warnings(figures: Figures) -> list[str]:
-    """What must not be overlooked: that a run is no training, or its network an imitation."""
+    """Important caveats: the run was no training, or its network was emulated."""
     found = []
     if figures["null_transport"]:
         found.append("NULL TRANSPORT: no communication, not training. The bound that other runs are compared with.")
@@ -131,7 +131,7 @@ def warnings(figures: Figures) -> list[str]:
 
 
 def headline(figures: Figures) -> str:
-    """The report in a few sentences."""
+    """A summary of the report in a few sentences."""
     step, tax = figures["step"], figures["tax"]
     if step["rank_seconds"] == 0:
         return "The traces contain no step."
@@ -157,7 +157,7 @@ def headline(figures: Figures) -> str:
 
 
 def step_parts(step: Figures) -> list[tuple[str, str, float, float, str]]:
-    """(name, title, seconds, share, explanation) of what a step consists of; the shares add up to 1."""
+    """(name, title, seconds, share, explanation) of the parts of a step; the shares add up to 1."""
     rest = step["idle_seconds"] - step["host_bound_seconds"]
     whole = step["rank_seconds"] or 1.0
     out = []
@@ -205,7 +205,7 @@ def layer_rows(figures: Figures) -> tuple[list[str], list[Row]]:
 
 
 def imbalance_text(figures: Figures) -> str:
-    """A sentence about differences between ranks; empty for one rank."""
+    """A sentence about imbalance between ranks; empty for one rank."""
     found = figures["imbalance"]
     if found["slowest_rank"] is None:
         return ""
@@ -222,7 +222,7 @@ def imbalance_text(figures: Figures) -> str:
 
 
 def tax_rows(tax: Figures, most: int | None) -> tuple[list[str], list[Row]]:
-    """Heads and rows of the table of the tax, in milliseconds: all kernels, their first classes, the first ops."""
+    """Heads and rows of the table of the tax, in milliseconds: all kernels, the first classes, and the first ops."""
     heads = ["kernels", "with communication", "without", "slow-down"]
     by_class = _slowdown_rows([tax["contention"]], "name") + _slowdown_rows(tax["classes"][:most], "class")
     by_op = _slowdown_rows(tax["ops"][:most], "name")
@@ -230,7 +230,7 @@ def tax_rows(tax: Figures, most: int | None) -> tuple[list[str], list[Row]]:
 
 
 def _slowdown_rows(rows: Sequence[Figures], key: str) -> list[Row]:
-    """Name, milliseconds with and without communication, and how much longer it takes."""
+    """Name, milliseconds with and without communication, and slow-down."""
     found = list[Row]()
     for row in rows:
         longer = UNKNOWN if row["slowdown_share"] is None else f"{row['slowdown_share'] * 100:+.1f} %"
@@ -256,7 +256,7 @@ def _whole(figures: Figures, width: int) -> list[str]:
 
 
 def tax_text(tax: Figures) -> str:
-    """What communication costs, and where it shows."""
+    """The cost of communication, and its parts."""
     words = {"compute": "longer kernels", "exposed": "exposed communication", "host_bound": "late host", "idle": "idle"}
     parts = ", ".join(f"{words.get(p['part'], p['part'])} {p['seconds'] * 1e3:+.2f}" for p in tax["parts"])
     longer = (tax["step_seconds"] - tax["null_step_seconds"]) * 1e3
@@ -275,12 +275,12 @@ def _head(head: str, about: str) -> str:
 
 
 def _indented(texts: Sequence[str], width: int) -> list[str]:
-    """Paragraphs; what begins with a dash hangs from it."""
+    """Indented paragraphs, those with a dash with a hanging indent."""
     hang = {text: "  " if text.startswith("- ") else "" for text in texts}
     return [f"  {one}" for text in texts for one in wrapped(text, width - 2, hang[text])]
 
 
 def _more(rows: Sequence[Any], most: int | None, one: str, many: str = "") -> str:
-    """How many of the rows are not shown."""
+    """The number of omitted rows, in words."""
     left = 0 if most is None else len(rows) - most
     return f"and {left} more {one if left == 1 else many or one + 's'}: see --json" if left > 0 else ""

@@ -25,8 +25,8 @@ def reference() -> str:
     """A page with the docstrings of all public names."""
     import hocket
 
-    homes = {f"hocket.{name}": f"hocket.{hocket._HOMES.get(name, '')}.{name}" for name in hocket.__all__}
-    named = {name: home.replace("..", ".") for name, home in homes.items()} | {"hocket_trace": "hocket_trace"}
+    modules = {f"hocket.{name}": f"hocket.{hocket._MODULES.get(name, '')}.{name}" for name in hocket.__all__}
+    named = {name: home.replace("..", ".") for name, home in modules.items()} | {"hocket_trace": "hocket_trace"}
     blocks = (f"::: {home}\n    options:\n      heading: {name}\n" for name, home in named.items())
     return "\n".join(["# Public names\n", *blocks])
 

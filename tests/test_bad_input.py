@@ -17,7 +17,7 @@ import pytest
 
 from hocket.environment import Worker
 from hocket.launching.parent import Child, explain
-from hocket.launching.worker import free_port, nobody_met, port_in_use
+from hocket.launching.worker import free_port, port_in_use, rendezvous_failed
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.runtime.hangs import STATE
@@ -139,7 +139,7 @@ def test_a_port_is_named_by_what_it_came_from(came_from, words):
 def test_where_ranks_did_not_meet_is_named_by_what_it_came_from():
     def told(address_from: str, port_from: str) -> str:
         worker = Worker(1, 2, 0, 1, "n7", 4711, address_from, port_from)
-        return nobody_met(resolve(recipe("tiny")), worker).partition(": ")[0]
+        return rendezvous_failed(resolve(recipe("tiny")), worker).partition(": ")[0]
 
     assert told("SLURM_JOB_NODELIST", "SLURM_JOB_ID") == (
         "n7 (the first of SLURM_JOB_NODELIST), port 4711 (from SLURM_JOB_ID)"
@@ -252,7 +252,7 @@ def test_a_hang_is_reported_by_every_rank_that_waits(tmp_path):
     assert f"rank 2 (process {workers[2]}) said nothing and was ended. fix: see runs/tiny/logs" in first
     for rank in (0, 1, 3):
         assert any(line.startswith(f"  | rank {rank}: stuck for ") for line in lines)
-    assert sum(line.startswith("  |   stands at op ") for line in lines) >= 1
+    assert sum(line.startswith("  |   is at op ") for line in lines) >= 1
     assert any(re.match(r"  \|   waits for .* for ranks? (\d, )*2\b", line) for line in lines), lines
     assert sum(line.startswith("  |   exchanges known to be over: ") for line in lines) >= 1
     assert not any(STATE in line for line in lines)

@@ -54,7 +54,7 @@ def slower_than_patience(rank: int, folder: Path, behind: bool) -> str:
         CheckpointWriter.write_data = lambda *args: (time.sleep(2), write(*args))[1]  # type: ignore[method-assign]
     try:
         if behind:
-            checkpoint.save(settings, Moment(1, 1), groups(1), behind=True).result(timeout=50)
+            checkpoint.save(settings, Moment(1, 1), groups(1), background=True).result(timeout=50)
         else:
             checkpoint.save(settings, Moment(1, 1), groups(1))
     except (ValueError, RuntimeError) as error:

@@ -20,7 +20,7 @@ from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.model.documents import documents_of
 from hocket.planning import program_of, slowest_ranks
-from hocket.predict.cost import costs_of, varied
+from hocket.predict.cost import costs_of, packed_costs
 from hocket.predict.hardware import H200
 from hocket.predict.part_sizes import attending
 from hocket.predict.simulate import simulate
@@ -145,7 +145,7 @@ def test_what_sequences_cost_is_what_the_ops_of_their_layers_take(model: str, wa
     documents = [[length], [4096, 4000, 96], [2048] * 4, [300] * 27 + [92], [1] * length]
     lengths = [lengths_of(each) for each in documents]
     whole = costs_of(c, replace(H200, clock=0.0))
-    found = varied(whole, c, replace(H200, clock=0.0), lengths)
+    found = packed_costs(whole, c, replace(H200, clock=0.0), lengths)
     layout = layout_of(c)
     ops = [
         Op(verb, part.name, 0, 0, n)
@@ -183,7 +183,7 @@ def test_simulated_steps_are_shorter_than_as_read(order: str, chunks: int) -> No
     for step in range(4):
         sequences = [documents(settings.batch * step + n, settings.data.sequence_length) for n in range(settings.batch)]
         for name, each in (("dealt", settings), ("read", read)):
-            costs = varied(costs_of(settings, H200), settings, H200, slowest_ranks(each, sequences))
+            costs = packed_costs(costs_of(settings, H200), settings, H200, slowest_ranks(each, sequences))
             seconds[name] += float(simulate(program, costs).makespan)
     assert seconds["dealt"] < 0.95 * seconds["read"]
 
@@ -193,7 +193,7 @@ def test_costs_of_microbatches_lie_between_those_of_short_and_whole_documents() 
     whole, program = costs_of(chosen, H200), program_of(chosen)
     length = chosen.data.sequence_length
     half = costs_of(changed(chosen, {"data.sequence_length": length // 2, "train.sequences": 2}), H200)
-    tables = [varied(whole, chosen, H200, [((each, length),)] * 8) for each in (1, length // 2, length)]
+    tables = [packed_costs(whole, chosen, H200, [((each, length),)] * 8) for each in (1, length // 2, length)]
     steps = [float(simulate(program, each).makespan) for each in tables]
     assert steps[0] < steps[1] < steps[2]
     assert steps[2] == pytest.approx(float(simulate(program, whole).makespan), rel=1e-9)

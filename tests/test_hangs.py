@@ -102,7 +102,7 @@ def test_nobody_waits_for_ever_for_a_killed_process(
 ) -> None:
     """One that the system does not let go, as it gives back what the process has of a GPU."""
     ended = list[int]()
-    monkeypatch.setattr(parent, "GONE", 0.05)
+    monkeypatch.setattr(parent, "KILL_TIMEOUT", 0.05)
     monkeypatch.setattr(parent.os, "killpg", lambda pid, number: ended.append(pid))
     monkeypatch.setattr(Child, "poll", lambda child: None)
     stays = child(tmp_path, 1, None)

@@ -18,7 +18,7 @@ from hocket.environment import Gpus
 from hocket.gpus import GPUS, GpuName, gpu_named, nearest, peak_flops
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of, report
-from hocket.predict.hardware import H200, HARDWARE, hardware_of, kept_file
+from hocket.predict.hardware import H200, HARDWARE, hardware_of, measured_file
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 
@@ -205,7 +205,7 @@ def kept(device: str = "NVIDIA H20", **changes: Any) -> Path:
     rates |= {"memory_bandwidth": 3.6e12, "kernel_bandwidth": 3.2e12}
     rates["gemm_flops"] = 130 * 10**12  # a whole number, as others write it
     found = as_hardware(gpus, transfers, rates, "2026-01-02")
-    file = kept_file(device)
+    file = measured_file(device)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(json.loads(found.to_json()) | changes))
     return file

@@ -224,7 +224,7 @@ def test_a_loaded_step_goes_on_with_its_balance_and_its_norms(tmp_path: Path, mo
     assert other.engine.optimizer.guard.norms == []
     assert all(share.unique().numel() == 1 for share in other.engine.balance.shares().values())
     with monkeypatch.context() as patched:
-        patched.setattr("hocket.step.following", lambda engine: {})
+        patched.setattr("hocket.step.step_state", lambda engine: {})
         other.save(tmp_path / "without")
     words = "lacks the shares of rows .* goes by and the norms that optimizer.skip_spikes = 3 compares with: they begin"
     with pytest.warns(UserWarning, match=words):

@@ -21,7 +21,7 @@ from hocket.config import Config
 from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.environment import processes
-from hocket.measured import VERSION, shortly
+from hocket.measured import VERSION, trace_summary
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.train.metrics import Metrics
@@ -172,7 +172,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
     path = tmp_path / "rank0.json.gz"
     path.write_text("nothing")
     with processes(1, {}) as pool, pytest.raises(TraceError, match=re.escape(str(path))) as caught:
-        pool.submit(shortly, [path]).result(50)
+        pool.submit(trace_summary, [path]).result(50)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -187,7 +187,7 @@ def one_rank() -> tuple[Engine, Config]:
 def test_a_trace_without_a_whole_step_is_read(tmp_path):
     path = Trace().annotation("hocket step 1", 50, 60).kernel("k", 0, 10).write(tmp_path / "rank0.json")
     with processes(1, {}) as pool:
-        assert pool.submit(shortly, [path]).result(50) == ("The traces contain no step.", None)
+        assert pool.submit(trace_summary, [path]).result(50) == ("The traces contain no step.", None)
 
 
 def test_ops_are_named_inside_the_window_only(tmp_path):

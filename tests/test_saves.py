@@ -37,7 +37,7 @@ def behind_changes(rank: int, folder: Path) -> None:
     """Weights change, and ranks talk, between a save's begin and its first written byte."""
     may_write, live = threading.Event(), groups(5)
     background.thread().submit(may_write.wait, 20)
-    saving = checkpoint.save(settings_in(folder), Moment(5, 50), live, behind=True)
+    saving = checkpoint.save(settings_in(folder), Moment(5, 50), live, background=True)
     for piece in live.values():
         piece.flat.fill_(math.nan)
     dist.barrier()

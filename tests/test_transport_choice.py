@@ -17,7 +17,7 @@ from hocket.config.schema import changed
 from hocket.decision import Decision
 from hocket.explain.build import explain
 from hocket.launching import launch
-from hocket.launching.agreement import tried
+from hocket.launching.agreement import copies_tested
 from hocket.predict.arrivals import arrival_bytes
 from hocket.program.mesh import Purpose
 from hocket.resolve import Settings, resolve, without_copies
@@ -113,7 +113,7 @@ def test_a_run_says_what_on_its_host_keeps_it_from_copies(
 ) -> None:
     monkeypatch.setattr(launch, "prepare", lambda *given: [])
     monkeypatch.setattr(launch, "probe", lambda *given: replace(HERE, no_copy_engine=no_copies))
-    settings, worker = launch.arrive(DENSE, {})
+    settings, worker = launch.prepare_and_resolve(DENSE, {})
     assert worker is None
     assert settings.train.transport == ("nccl" if no_copies else "copy_engine")
     assert capsys.readouterr().err == said
@@ -210,7 +210,7 @@ def test_all_ranks_settle_for_nccl_and_rank_0_says_so(rank: int, tmp_path: Path,
         asked.append(given)
         return WHY
 
-    after = tried(settings, rank, "cuda:0", fails)
+    after = copies_tested(settings, rank, "cuda:0", fails)
     assert asked == [(["gather_dense"], "cuda:0", 60.0)]
     assert after == without_copies(settings, WHY)
     assert capsys.readouterr().out == (f"hocket: train.transport = nccl: {WHY}\n" if rank == 0 else "")
@@ -225,7 +225,7 @@ def test_all_ranks_settle_for_nccl_and_rank_0_says_so(rank: int, tmp_path: Path,
 def test_a_trial_that_succeeds_changes_nothing(config: Config, purposes: list[Purpose], capsys: Any) -> None:
     settings = resolve(config, HERE)
     asked: list[Any] = []
-    assert tried(settings, 0, "cuda:0", lambda wanted, *rest: asked.append(wanted) or "") is settings
+    assert copies_tested(settings, 0, "cuda:0", lambda wanted, *rest: asked.append(wanted) or "") is settings
     assert asked == [purposes]
     assert capsys.readouterr().out == ""
 
@@ -233,7 +233,7 @@ def test_a_trial_that_succeeds_changes_nothing(config: Config, purposes: list[Pu
 @pytest.mark.parametrize("asked", ["copy_engine", "nccl"])
 def test_nothing_is_tried_where_somebody_has_asked(asked: str) -> None:
     settings = resolve(changed(DENSE, {"train.transport": asked}), HERE)
-    assert tried(settings, 0, "cuda:0", lambda *given: sys.exit("was tried")) is settings
+    assert copies_tested(settings, 0, "cuda:0", lambda *given: sys.exit("was tried")) is settings
 
 
 def test_contenders_for_whom_copies_were_chosen_are_on_nccl_too() -> None:

@@ -104,15 +104,15 @@ ARRIVE = (
     "import os, sys\n"
     "from hocket.commands.options import parse\n"
     "from hocket.commands.train import Train\n"
-    "from hocket.launching.launch import arrive\n"
+    "from hocket.launching.launch import prepare_and_resolve\n"
     "options, origins = parse(Train, 'train', ['tiny', *sys.argv[1:]])\n"
-    "arrive(options.config, origins)\n"
+    "prepare_and_resolve(options.config, origins)\n"
     "assert 'torch' not in sys.modules\n"
     f"print(os.environ.get('{CONNECTIONS}'), os.environ.get('NCCL_NVLS_ENABLE'))"
 )
 
 
-def arrive(*words: str, **variables: str) -> tuple[str, str]:
+def prepare_and_resolve(*words: str, **variables: str) -> tuple[str, str]:
     """What a process that is about to train has in its environment, and what it says."""
     env = {name: value for name, value in environment().items() if name not in {v.name for v in WANTED}}
     ended = subprocess.run(
@@ -133,17 +133,17 @@ def place(rank: int) -> dict[str, str]:
 
 
 def test_a_parent_sets_variables_for_its_workers_before_torch_is_imported() -> None:
-    assert arrive() == ("32 0", "")
+    assert prepare_and_resolve() == ("32 0", "")
 
 
 def test_a_parent_keeps_the_users_value_and_says_so() -> None:
-    found, said = arrive(**{CONNECTIONS: "1"})
+    found, said = prepare_and_resolve(**{CONNECTIONS: "1"})
     assert found == "1 0"
     assert said.startswith(f"hocket: {CONNECTIONS} = 1 (environment): is kept;")
 
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_worker_of_torchrun_does_the_same_and_only_the_first_says_so(rank: int) -> None:
-    found, said = arrive(**place(rank), **{CONNECTIONS: "8"})
+    found, said = prepare_and_resolve(**place(rank), **{CONNECTIONS: "8"})
     assert found == "8 0"
     assert said.startswith(f"hocket: {CONNECTIONS} = 8") if rank == 0 else not said

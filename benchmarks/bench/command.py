@@ -75,7 +75,7 @@ def run(words: list[str]) -> int:
     configs = [changed(config, {"data.sequence_length": length}) for length in _lengths(options)]
     if options.lengths:
         origins["data.sequence_length"] = "command line, --lengths"
-    settings, worker = launch.arrive(configs[0], origins)
+    settings, worker = launch.prepare_and_resolve(configs[0], origins)
     check(names, settings, origins)
     former = resumed.read(options.out, settings) if options.resume else ()
     sized = tuple(
@@ -102,7 +102,7 @@ def run(words: list[str]) -> int:
         former=former,
         alone=options.alone,
     )
-    return launch.work(settings, worker, Job(functools.partial(bench_rank, measurement, say), "start it again"))
+    return launch.run_job(settings, worker, Job(functools.partial(bench_rank, measurement, say), "start it again"))
 
 
 def _lengths(options: Bench) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from hocket.config.schema import changed, flat
 from hocket.engine import Engine
 from hocket.engine.engine import comm_options
 from hocket.model.documents import Microbatch
-from hocket.predict.arrivals import lack
+from hocket.predict.arrivals import overflow_note
 from hocket.predict.cost import costs_of
 from hocket.predict.hardware import hardware_of
 from hocket.program.mesh import Mesh
@@ -81,7 +81,7 @@ class Planned:
         result = self.engine.train_step(microbatches, self.lr)
         if result.lacked:
             self.twice += 1
-            self.settings["steps"] = f"{self.twice} {lack(self.engine.config, result.lacked, result.grown)}"
+            self.settings["steps"] = f"{self.twice} {overflow_note(self.engine.config, result.lacked, result.grown)}"
         return result.loss
 
     def rest(self) -> None:

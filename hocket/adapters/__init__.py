@@ -1,5 +1,5 @@
-"""Models that others wrote, in hocket's planned step: see docs/models.md."""
+"""Other people's models in hocket's planned step: see docs/models.md."""
 
-from hocket.layers.standin import grouped_linear
+from hocket.layers.weight_proxy import grouped_linear
 
 __all__ = ["grouped_linear"]

@@ -1,9 +1,9 @@
 """`context_parallel`: ranks share the sequences of an unmodified model of transformers.
 
 Note: [The loss, and what its gradient is]
-A rank computes the sum of the losses of its own tokens. Times ranks over the number of targets of the whole batch, its
-mean over the ranks is the loss of the whole batch. The value returned is that mean. The gradient is the rank's own, so
-gradients are to be averaged over context-parallel ranks as over data-parallel ones, as `fully_shard` over both does.
+A rank sums the losses of its own tokens, times the number of ranks over the number of targets of the whole batch. The
+mean of this over the ranks is the loss of the whole batch, and is returned. The gradient is the rank's own. So
+gradients must be averaged over context-parallel ranks like over data-parallel ones, as `fully_shard` over both does.
 """
 
 from __future__ import annotations
@@ -28,32 +28,31 @@ from hocket.program.documents import of_windows
 from hocket.runtime.transports import exchange_flat, gather_flat, reduce_scatter_flat, sum_flat
 
 # -- context attention -------------------------------------------------------------------------------------------------
-# Attention of models of transformers whose tokens context-parallel ranks share.
+# Attention for models of transformers whose tokens are shared by context-parallel ranks.
 #
-# Models call attention by a name in transformers' `AttentionInterface`, and hand it whatever keywords they were called
-# with. So what ranks share of a batch travels as a keyword, through recomputation as well, and no module is changed.
+# Models call attention by a name in transformers' `AttentionInterface`, and pass on all keywords of their own call. So
+# the shared batch is passed as a keyword, also through recomputation, and no module is changed.
 #
 # Note: [Gathers under attention of other heads]
-# Keys and values are gathered in as many parts of heads as `PARTS` says. All gathers start before the first attention,
-# so the later ones run beside it. In backward autograd runs what was made last first: attention of the last part, the
-# start of its sum over ranks, attention of the part before, and waits for sums at the very end, for `_Start` came
-# first.
+# Keys and values are gathered in `PARTS` parts of the heads. All gathers start before the first attention, so the later
+# ones overlap it. Backward runs in reverse order: attention of the last part, the start of its sum over ranks,
+# attention of the previous part. It waits for the sums at the very end, because `_Start` ran first.
 #
 # Shapes: T tokens of this rank, U tokens of all ranks, H query heads, K key and value heads, N width of one.
 
 PARTS = 2
-"""Parts of heads that keys and values are gathered in, if heads divide."""
+"""Parts of heads in which keys and values are gathered, if the heads divide evenly."""
 
 KEYWORD = "hocket_shared"
-"""What layers hand to attention beside its tensors: a `SharedBatch`."""
+"""Keyword by which layers pass a `SharedBatch` to attention."""
 
 UNKNOWN = ("s_aux", "softcap", "position_bias", "cache", "head_mask", "attention_bias")
-"""Arguments of attention that change what it computes, and that this one does not know."""
+"""Arguments that change attention in ways that are not supported here."""
 
 
 @dataclass(frozen=True, eq=False)
 class SharedBatch:
-    """What attention is told of a batch whose tokens ranks share."""
+    """A batch whose tokens ranks share, as attention needs it."""
 
     context: Context
     group: dist.ProcessGroup
@@ -61,7 +60,7 @@ class SharedBatch:
 
 
 class _Exchanged:
-    """What the two ends of a gather share."""
+    """State shared by the two ends of a gather."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -75,7 +74,7 @@ class _Exchanged:
 
 
 class _Start(torch.autograd.Function):
-    """Starts to gather rows of all ranks, whose values are there after `_Finish`."""
+    """Starts a gather of rows of all ranks; the values are valid after `_Finish`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchanged: _Exchanged) -> Tensor:
@@ -91,7 +90,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Waits for the rows; in backward starts the sum of their gradients, each rank's part where it belongs."""
+    """Waits for the rows. In backward it starts the sum of their gradients, each part on its own rank."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchanged: _Exchanged) -> Tensor:
@@ -105,7 +104,7 @@ class _Finish(torch.autograd.Function):
         out = grad.new_empty(grad.shape[0] // group.size(), *grad.shape[1:])
         ctx.exchanged.work = reduce_scatter_flat(out, grad, group=group, async_op=True)
         ctx.exchanged.grad = out
-        return grad, None  # the values that `_Start` returns are those of the sum
+        return grad, None  # the result of `_Start` has the summed values
 
 
 class _AllToAll(torch.autograd.Function):
@@ -135,7 +134,7 @@ def attend_shared(
 ) -> tuple[Tensor, None]:
     """Causal attention as transformers calls it: from [1, heads, T, N] to [1, T, H, N], for this rank's tokens.
 
-    Raises: ValueError for what this attention does not compute, such as dropout, masks and sinks.
+    Raises: ValueError for unsupported arguments, such as dropout, masks and sinks.
 
     """
     shared = others.get(KEYWORD)
@@ -158,7 +157,7 @@ def attend_shared(
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, shared: SharedBatch, window: int, scale: float | None) -> Tensor:
-    """Keys and values of all ranks, for the rank's own queries. See Note: [Gathers under attention of other heads]."""
+    """Attention to gathered keys and values of all ranks. See Note: [Gathers under attention of other heads]."""
     parts = PARTS if k.shape[1] % PARTS == 0 else 1
     widths = [k.shape[-1], v.shape[-1]]
     ends = [_Exchanged(shared.group) for _ in range(parts)]
@@ -173,7 +172,7 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, shared: SharedBatch, window: int,
 
 
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, shared: SharedBatch, window: int, scale: float | None) -> Tensor:
-    """A part of the heads, for all tokens."""
+    """Attention of a part of the heads, for all tokens."""
     ranks, context = shared.group.size(), shared.context
     assert context.documents is not None
     heads = [x.shape[1] // ranks for x in (q, k, v)]
@@ -195,20 +194,20 @@ COMPUTED: dict[str, Callable[[Tensor, Tensor, Tensor, SharedBatch, int, float | 
 # -- context parallel --------------------------------------------------------------------------------------------------
 
 NAME = "hocket_context_parallel"
-"""Of the attention in transformers' `AttentionInterface`."""
+"""Name of the attention in transformers' `AttentionInterface`."""
 
 TAKEN = ("input_ids", "labels", "position_ids", "num_items_in_batch")
 COMPARED = ("input_ids", "position_ids", "labels")
-"""What all ranks are to be given alike."""
+"""Arguments that must be the same on all ranks."""
 IGNORED = -100
-"""The label of a token that does not count, as in transformers."""
+"""The label of a token without loss, as in transformers."""
 
 
 class ContextParallel:
     """A model whose calls share sequences over ranks. Made by `context_parallel`."""
 
     shares: Shares | None = None
-    """Which tokens of the last batch each rank had, and how even their attention was."""
+    """The tokens of each rank in the last batch, and how balanced their attention was."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, method: str) -> None:
         from transformers import AttentionInterface
@@ -234,7 +233,7 @@ class ContextParallel:
     def _share(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        """What the model is called with, of this rank's tokens, instead of a whole batch."""
+        """Replace the arguments of a whole batch by those for this rank's tokens."""
         error: Exception | None = None
         given: dict[str, Any] = {}
         try:
@@ -256,24 +255,24 @@ class ContextParallel:
         chunks, rank = self.shares.chunks, self.group.rank()
         mine = torch.cat([torch.arange(c.start, c.stop) for c in chunks[rank]]).to(ids.device)
         documents = documents.to(ids.device)
-        told = SharedBatch(context_of(documents, chunks, rank), self.group, self.method)
-        called = {"input_ids": _of(ids, mine), "position_ids": _of(positions, mine), "use_cache": False, KEYWORD: told}
+        share = SharedBatch(context_of(documents, chunks, rank), self.group, self.method)
+        inputs = {"input_ids": _of(ids, mine), "position_ids": _of(positions, mine), "use_cache": False, KEYWORD: share}
         if (labels := given.get("labels")) is not None:
             targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
             count = given.get("num_items_in_batch")
             count = (targets != IGNORED).sum() if count is None else count
             own = _of(targets, mine)
-            called |= {"labels": own, "shift_labels": own, "num_items_in_batch": count / self.group.size()}
-        return (), called
+            inputs |= {"labels": own, "shift_labels": own, "num_items_in_batch": count / self.group.size()}
+        return (), inputs
 
     def _given(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by name. Raises ValueError for those that a part of the tokens cannot be called with."""
+        """Arguments by name. Raises ValueError for those that are impossible with part of the tokens."""
         bound = dict(self._signature.bind(model, *args, **kwargs).arguments)
         del bound["self"]
         bound |= bound.pop("kwargs", {})
         for name, value in bound.items():
-            harmless = value is None or value is (name == "return_dict")
-            if name not in TAKEN and not harmless and not (name == "logits_to_keep" and value == 0):
+            default = value is None or value is (name == "return_dict")
+            if name not in TAKEN and not default and not (name == "logits_to_keep" and value == 0):
                 hint = ": leave it out, and mark documents by position_ids, padding by labels of -100"
                 raise ValueError(f"{name} does not go with context_parallel" + hint * (name == "attention_mask"))
         ids = bound.get("input_ids")
@@ -287,14 +286,14 @@ class ContextParallel:
         return bound
 
     def _same_everywhere(self, device: torch.device, error: Exception | None, *given: Tensor | None) -> None:
-        """Raise on all ranks if one has an error, its own there, or if they were not given the same batch."""
-        # What has -1 rows is not given, and -2 is an error.
+        """Raise on all ranks if one has an error (its own error there), or if their batches differ."""
+        # A row count of -1 means not given, -2 an error.
         found = [torch.tensor([0, -2 if error else -1, 0], device=device) for _ in given]
         for i, x in enumerate(given):
             if x is not None and error is None:
                 flat = x.flatten().long()
                 places = torch.arange(1, len(flat) + 1, device=flat.device)
-                # products wrap around, which is what a checksum wants
+                # Products wrap around, as a checksum needs.
                 total = ((flat + 7) * (places * 0x9E3779B97F4A7C1 + 1)).sum()
                 found[i] = torch.stack([total, *flat.new_tensor(x.shape)]).to(device)
         mine = torch.cat(found)
@@ -321,7 +320,7 @@ class ContextParallel:
 
 
 class _Mean(torch.autograd.Function):
-    """The mean over ranks of a value whose gradient is the rank's own."""
+    """The mean over ranks of a value; its gradient is passed on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -340,19 +339,19 @@ def context_parallel(
     """Have ranks share every sequence that a causal language model of transformers is called with.
 
     Call the model as before, with the same whole batch on all ranks of the group: `model(input_ids=..., labels=...)`,
-    and `position_ids` [sequences, tokens] that begin anew where documents do. Each rank computes as many of the tokens
-    as the others, chosen so that attention takes all of them as long. The loss is that of the whole batch, `logits` are
-    those of the rank's own tokens. Gradients are to be averaged over these ranks as over data-parallel ones, which
-    `fully_shard` over the ranks of both does, called before or after.
+    and `position_ids` [sequences, tokens] that restart where documents begin. All ranks compute equally many tokens,
+    chosen to balance attention. The loss is that of the whole batch, `logits` are those of the rank's own tokens.
+    Gradients must be averaged over these ranks like over data-parallel ones, which `fully_shard` over the ranks of both
+    does, called before or after.
 
     Args:
         model: a causal language model of transformers of a type in `FAMILIES`.
-        group: the ranks that share sequences, as a mesh of one axis or a process group.
-        method: `gather` gathers keys and values, `heads` exchanges tokens for heads, which must divide.
+        group: the ranks that share sequences, as a one-axis mesh or a process group.
+        method: `gather` gathers keys and values, `heads` exchanges tokens for heads, which must divide evenly.
 
-    Returns: a handle that undoes it, and tells of the last batch's balance.
+    Returns: a handle that undoes this, and describes the balance of the last batch.
 
-    Raises: ValueError for a model or method that would compute something else than the whole model.
+    Raises: ValueError for a model or method whose result would differ from the whole model's.
 
     """
     if isinstance(group, DeviceMesh):
@@ -374,5 +373,5 @@ def context_parallel(
 
 
 def _of(x: Tensor, tokens: Tensor) -> Tensor:
-    """The rank's tokens of all sequences, as one: [1, T]."""
+    """The rank's tokens of all sequences, concatenated: [1, T]."""
     return x.flatten().index_select(0, tokens).unsqueeze(0)

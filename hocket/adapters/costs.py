@@ -1,10 +1,10 @@
 """Sizes of the parts of an adapted model: FLOPs from torch's counter on the meta device, bytes from shapes.
 
-Communication goes by the sizes of parameters and hidden states. Of a part that computes, torch counts the FLOPs of its
-forward, and what it saves for backward. Torch counts all pairs of a query and a key. Of these the causal ones count,
-and in layers with a window those within it, as in the cost model (`program/documents.py`). Experts of others do not
-apply the weights of choices, so what they make is saved too. What is moved between products is not counted: it is that
-of hocket's transformer with heads and MLPs as wide.
+Communication follows from the sizes of parameters and hidden states. For a part that computes, torch counts the FLOPs
+of its forward and the tensors that it saves for backward. Torch counts all pairs of a query and a key; only causal
+pairs within a layer's window are used, as in the cost model (`program/documents.py`). Other models' experts do not
+apply the routing weights, so their outputs are saved too. Memory traffic between products is that of hocket's
+transformer with heads and MLPs of the same widths.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hocket.runtime.weights import DTYPES
 from hocket.tune.trials import Price
 
 _OF_PAIRS = ("aten.bmm", "aten._scaled_dot_product")
-"""Operations that multiply queries and keys, and their weights and values, by the beginnings of their names."""
+"""Prefixes of the operations that multiply queries and keys, or scores and values."""
 
 
 Counts = Mapping[tuple[str, str], Mapping[str, int]]
@@ -38,7 +38,7 @@ Counts = Mapping[tuple[str, str], Mapping[str, int]]
 
 
 def weights_of(source: AdaptedModel, part: str, kind: str) -> int:
-    """The weights of a part of a layer of a kind, of embedding or of head; of experts those of all ranks."""
+    """The weights of a part of a layer of a kind, of embedding or head; for experts those of all ranks."""
     if not kind:
         return sum(param.numel() for name, param in source.params.items() if name.startswith(f"{part}."))
     prefix, found = f"layers.{source.kinds().index(kind)}.", {"attn": 0, "mlp": 0, "experts": 0}
@@ -50,7 +50,7 @@ def weights_of(source: AdaptedModel, part: str, kind: str) -> int:
 
 
 def heads_of(layer: nn.Module) -> tuple[int, int, int] | None:
-    """Heads of queries, heads of keys, and their width, of attention with transformers' names and hocket's sizes."""
+    """Query heads, key heads, and their width, if attention has transformers' names and sizes that hocket supports."""
     attn: Any = getattr(layer, "self_attn", None)
     width: Any = getattr(attn, "head_dim", None)
     wide = [getattr(getattr(attn, name, None), "out_features", None) for name in ("q_proj", "k_proj")]
@@ -61,7 +61,7 @@ def heads_of(layer: nn.Module) -> tuple[int, int, int] | None:
 
 
 def sizes_of(source: AdaptedModel, top_k: int) -> ModelConfig:
-    """The sizes by which settings are checked and chosen. Widths that nothing says are those of as many weights."""
+    """The sizes by which settings are checked and chosen. Unknown widths are derived from numbers of weights."""
     if not source.layers:
         raise refuse(source.model, "it has no layers", "a model of one layer at least")
     d, kinds = source.hidden, source.kinds()
@@ -107,9 +107,9 @@ def price_of(source: AdaptedModel) -> Price:
 
 
 def count_parts(source: AdaptedModel, config: Config) -> Counts:
-    """What a token needs in the forward of every part, by kind of layer; of experts and head by shapes.
+    """What a token needs in the forward of every part, by kind of layer; for experts and head from shapes.
 
-    Where ranks share sequences, attention is hocket's, and goes by its cost model.
+    With context parallelism, attention is hocket's, with its cost model.
     """
     dtype = DTYPES[config.precision.dtype]
     shape, whole_sequences = (config.train.sequences, config.tokens // config.train.sequences), config.mesh.cp == 1
@@ -120,13 +120,13 @@ def count_parts(source: AdaptedModel, config: Config) -> Counts:
         return nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), requires_grad=p.requires_grad)
 
     memo = source.trial(lambda name: torch.zeros(state[name].shape), param, "sdpa")
-    # What layers are told is made on the CPU: transformers looks at values to see which mask is needed.
-    told = source.ends(dict(memo)).contexts(torch.empty((), dtype=dtype).expand(x_BSD.shape))
-    contexts = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, told)
+    # Contexts are made on the CPU: transformers reads values to decide which mask is needed.
+    made = source.ends(dict(memo)).contexts(torch.empty((), dtype=dtype).expand(x_BSD.shape))
+    contexts = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, made)
     memo |= {id(b): memo[id(b)].to("meta") for b in [*source.model.buffers(), *source.constants.values()]}
     found: dict[tuple[str, str], Mapping[str, int]] = {}
     kinds = source.kinds()
-    met = {kind: _met(whole, [n for n, each in enumerate(kinds) if each == kind], shape[1]) for kind in set(kinds)}
+    met = {kind: _unmasked(whole, [n for n, each in enumerate(kinds) if each == kind], shape[1]) for kind in set(kinds)}
     for kind in sorted(set(kinds)):
         number = kinds.index(kind)
         layer: Any = source.copied(number, dict(memo))
@@ -148,8 +148,8 @@ def count_parts(source: AdaptedModel, config: Config) -> Counts:
     return found
 
 
-def _met(config: Any, layers: Sequence[int], length: int) -> float:
-    """The share of all pairs of a query and a key that count, on average of some layers; 1 where that is not known."""
+def _unmasked(config: Any, layers: Sequence[int], length: int) -> float:
+    """The mean share of query-key pairs within the causal mask and window of some layers; 1 if unknown."""
     types = getattr(config, "layer_types", None)
     if not hasattr(config, "num_hidden_layers") or any(types[n] not in LAYERS for n in layers if types):
         return 1.0
@@ -158,7 +158,7 @@ def _met(config: Any, layers: Sequence[int], length: int) -> float:
 
 
 def _counted(forward: Callable[[Tensor], Tensor], x_BSD: Tensor, met: float = 1.0) -> dict[str, int]:
-    """What a forward needs for a token. Of products of attention the share `met` counts."""
+    """What a forward needs per token. Of attention's products the share `met` counts."""
     saved: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""hocket's kernels in the place of what a model composes of many small ones: norms, and experts' gates.
+"""hocket's kernels in place of what a model computes with many small ones: norms, and experts' gates.
 
-A copied layer's modules keep their code; those whose result one kernel computes get its forward instead. Numbers decide
-which these are, not names: `fuse` runs a module on fixed values beside the formula that the kernel computes. So a norm
-that adds one to its weight, or a gate that clamps, keeps its own code.
+A copied layer's modules keep their code; if one kernel computes the same result, the module gets its forward instead.
+Numerical results decide, not names: `fuse` runs a module on fixed values and compares it with the kernel's formula. So
+a norm that adds one to its weight, or a gate that clamps, keeps its own code.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hocket.layers.norms import rms_norm
 from hocket.model.layers import swiglu
 
 _EPS = ("variance_epsilon", "eps")
-"""What norms call their epsilon."""
+"""Attribute names of a norm's epsilon."""
 _CLOSE = 1e-6
-"""Largest difference of fp32 results that are the same but for the order of sums, of values around 1."""
+"""Largest difference of fp32 results, around 1, that differ only in the order of sums."""
 
 
 def fuse(layer: nn.Module) -> int:
-    """Give a layer's RMS norms the forward of one kernel, and return how many there are."""
+    """Give a layer's RMS norms the forward of one kernel. Returns how many there are."""
     norms: list[tuple[Any, float]] = [
         (module, eps) for module in layer.modules() if (eps := _norm_epsilon(module)) is not None
     ]
@@ -34,7 +34,7 @@ def fuse(layer: nn.Module) -> int:
 
 
 def gate_of(experts: Any) -> Any:
-    """The gate of stacked experts: `swiglu` where that computes the same, else the experts' own."""
+    """The gate of stacked experts: `swiglu` if it computes the same, else the experts' own."""
     y_RF = torch.linspace(-9, 9, 64).view(4, 16)
     try:
         same = torch.allclose(experts._apply_gate(y_RF), swiglu(y_RF), atol=_CLOSE, rtol=_CLOSE)

@@ -1,9 +1,8 @@
-"""The protocol of layers: what a layer of one's own must say, so that a plan can run it.
+"""The protocol of layers: the methods that your own layer needs for a planned step.
 
-A layer is a module whose forward is cut at its seams. The pieces are methods, and a plan calls each of them apart from
-the others, as an autograd graph of its own. So a piece takes all that it reads as arguments, returns all that others
-read, and keeps nothing on the module. Moving rows to their experts and back, and the weighted sum of what comes back,
-are hocket's.
+A layer is a module whose forward is cut into pieces. Each piece is a method, which a plan calls separately, with its
+own autograd graph. So a piece takes all its inputs as arguments, returns everything that later pieces read, and stores
+nothing on the module. hocket moves rows to their experts and back, and computes the weighted sum of their outputs.
 
 A dense layer:
 
@@ -38,17 +37,17 @@ from hocket.model.heads import Heads
 from hocket.model.parts import ExpertPlace, LayerParts, Routed, RoutedParts
 
 Keep = tuple[Tensor, Tensor | None]
-"""What the last piece needs of the first: the residual stream [B, S, D], and one more tensor [B, S, D] or None."""
+"""Values that the last piece needs from the first: the residual stream [B, S, D], and another [B, S, D] or None."""
 
 
 class Layer(Protocol):
-    """What both kinds of layers have. As an `nn.Module` one also has parameters, and `forward(x_BSD, context)`.
+    """The common part of both kinds of layers. As an `nn.Module` it also has parameters, and `forward(x_BSD, context)`.
 
-    That is the plain computation with all experts, which the pieces are compared with.
+    The forward is the plain computation with all experts, which the pieces are compared with.
     """
 
     def attention(self, x_BSD: Tensor, context: Any) -> Any:
-        """The first piece. `context` is what the model makes once for all layers, such as rotary tables."""
+        """The first piece. `context` is made once by the model for all layers, such as rotary tables."""
         ...
 
 
@@ -56,7 +55,7 @@ class DenseLayer(Layer, Protocol):
     """A layer without experts. `attention` returns one tensor, [B, S, D]."""
 
     def mlp(self, x_BSD: Tensor) -> Tensor:
-        """The second piece, residual included."""
+        """The second piece, including the residual."""
         ...
 
 
@@ -64,38 +63,38 @@ class ExpertLayer(Layer, Protocol):
     """A layer whose experts may be spread over ranks."""
 
     expert_weights: str
-    """The submodule that has the experts' parameters, each stacked by expert: [E, ...]. Nothing else is in it."""
+    """The submodule that has only the experts' parameters, each stacked by expert: [E, ...]."""
 
     def route(self, state: Any) -> tuple[Tensor, Tensor, Tensor, Keep]:
-        """From what `attention` returned: rows [T, D], ids [T, K] of distinct experts, weights [T, K], and `keep`."""
+        """From `attention`'s result: rows [T, D], ids [T, K] of distinct experts, weights [T, K], and `keep`."""
         ...
 
     def experts(self, rows_RD: Tensor, ends_L: Tensor) -> Tensor:
-        """The experts of this rank on rows in the order of experts; `ends[e]`, int32, is where those of e end. [R, D].
+        """The experts of this rank, on rows sorted by expert; `ends[e]`, int32, is the end of expert e's rows. [R, D].
 
-        Parameters hold L experts. `hocket.adapters.grouped` has the products. Each row is computed apart from others.
+        Parameters hold L experts. `hocket.adapters.grouped` has the products. Rows are independent of each other.
         """
         ...
 
     def merge(self, rows_TD: Tensor, keep: Keep) -> Tensor:
-        """The last piece: the experts' weighted sums back into the stream, [B, S, D]."""
+        """The last piece: adds the experts' weighted sums to the stream, [B, S, D]."""
         ...
 
 
 # -- chunk -------------------------------------------------------------------------------------------------------------
-# Layers of the protocol as the chunks that an engine runs.
+# Chunks for an engine, made of layers of the protocol.
 #
 # Shapes: B sequences, S sequence length, T tokens (B * S), D hidden, K experts per token, R rows.
 
 Contexts = Callable[[Tensor], Any]
-"""Gives the context of a layer's first piece, from hidden states."""
+"""Returns the context of a layer's first piece, given hidden states."""
 
 
 class DenseParts(LayerParts):
     """A dense layer's part functions."""
 
     attn: Heads | None = None
-    """In place of the layer's own attention: that of sequences which ranks or documents share."""
+    """Replaces the layer's own attention if ranks or documents share sequences."""
 
     def __init__(self, layer: Any, context: Contexts) -> None:
         self.layer, self._context = layer, context
@@ -110,11 +109,11 @@ class DenseParts(LayerParts):
     def normed(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         return self.layer.before(x_BSD), x_BSD
 
-    def added(self, x_BSD: Tensor, more_BSD: Tensor, told: Any, kept: Routing | None = None) -> Any:
+    def added(self, x_BSD: Tensor, more_BSD: Tensor, documents: Any, kept: Routing | None = None) -> Any:
         return self.after(self.layer.after(x_BSD, more_BSD), kept)
 
     def after(self, state: Any, kept: Routing | None = None) -> Any:
-        """What follows from the result of the first piece, up to the next part."""
+        """Continues from the result of the first piece up to the next part."""
         return state
 
     def forward_mlp(self, x_BSD: Tensor) -> Tensor:
@@ -123,16 +122,16 @@ class DenseParts(LayerParts):
 
 
 class ExpertParts(RoutedParts, DenseParts):
-    """The part functions of a layer with `experts` experts, in the whole model. They are given no weights of rows."""
+    """The part functions of a layer with `experts` experts in the whole model. They get no weights of rows."""
 
     def __init__(self, layer: ExpertLayer, context: Contexts, experts: int, ep: ExpertPlace) -> None:
         super().__init__(layer, context)
         self._experts, self.ep = experts, ep
         self._plain = getattr(layer, "plain_merge", False)
-        """Whether merging is a sum of rows, residual stream and what else is kept: then one kernel does all of it."""
+        """Whether merging sums rows, residual stream and the other kept tensor: then one kernel does all of it."""
 
     def after(self, state: Any, kept: Routing | None = None) -> Routed:
-        """The router's piece. With `kept`, a routing of the same tokens, rows go where they went."""
+        """The router's piece. With `kept`, a routing of the same tokens, rows go to the same places."""
         rows_TD, ids_TK, weights_TK, (residual, other) = self.layer.route(state)
         routing = placed(ids_TK.detach(), self._experts) if kept is None else kept
         rows, *more = self.sent(rows_TD.contiguous(), weights_TK.float().contiguous(), routing, kept)
@@ -149,7 +148,7 @@ class ExpertParts(RoutedParts, DenseParts):
         probs_TK: Tensor | None,
         routing: Routing,
     ) -> Tensor:
-        """The last piece, after the weighted sum of the rows that came back."""
+        """The last piece, after the weighted sum of the returned rows."""
         if self._plain:
             return super().forward_unpermute(rows_RD, residual_BSD, shared_BSD, probs_TK, routing)
         return self.layer.merge(unpermute(rows_RD, probs_TK, None, None, routing), (residual_BSD, shared_BSD))
@@ -157,7 +156,7 @@ class ExpertParts(RoutedParts, DenseParts):
 
 @dataclass(eq=False)
 class AdaptedChunk:
-    """One virtual stage of a model that hocket did not write."""
+    """One virtual stage of an adapted model."""
 
     embed: Callable[[Tensor], Tensor] | None
     layers: Mapping[str, DenseParts]

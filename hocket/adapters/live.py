@@ -1,11 +1,11 @@
-"""Weights of a sharded model as folders of Hugging Face have them: read into shards, written, or given away in buckets.
+"""Weights of a sharded model in Hugging Face's format: loaded into shards, saved, or yielded in buckets.
 
     hocket.checkpoint.load_pretrained(context, "models/Qwen3-8B")     # of fully_shard, or a step of plan_model
     hocket.checkpoint.save_pretrained(context, "exported")
     for bucket in hocket.checkpoint.pretrained_buckets(step, 2**30):  # to an inference engine, say
         engine.load_weights(bucket)
 
-All ranks call these alike. No rank holds the model: a bucket of whole tensors at a time, or one tensor that is read.
+These are collective. No rank holds the whole model: only one bucket of whole tensors, or one tensor that is read.
 """
 
 from __future__ import annotations
@@ -33,56 +33,56 @@ from hocket.pretrained.families import FAMILIES, config_for
 from hocket.pretrained.folder import LARGEST, write_files
 from hocket.pretrained.weights import Group, ModuleFolder, Shape, is_pretrained, of_family, plain, written
 from hocket.runtime.weights import DTYPES as COMPUTED
-from hocket.step import PlannedStep, forget_updates
+from hocket.step import PlannedStep, reset_optimizer
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
 
 Bucket = list[tuple[str, Tensor]]
-"""Names and tensors as files have them."""
+"""Names and tensors as in the files."""
 Parts = Callable[[str, int, int], Tensor]
 _WRITTEN = torch.float32, torch.bfloat16, torch.float16, torch.int64
 BUCKET = 2**28
-"""Bytes of a bucket while a folder is written, unless one tensor needs more."""
+"""Bytes of a bucket when saving, unless one tensor needs more."""
 
 
 @dataclass
 class _Live:
-    """A model of `fully_shard`, or of a planned step: what this rank has of its tensors, by name."""
+    """A model of `fully_shard` or of a planned step: this rank's part of its tensors, by name."""
 
     model: nn.Module | None
     """None: hocket's own transformer."""
     state: Mapping[str, Shape]
     """Shapes of all whole tensors."""
     buffers: Mapping[str, Tensor]
-    """Those that every rank has whole."""
+    """Tensors that every rank has whole."""
     pieces: Mapping[str, list[tuple[Span, Tensor]]]
-    """Of the others, the elements of this rank, 1-D."""
+    """The elements of this rank of the other tensors, 1-D."""
     others: Mapping[str, str]
-    """Further names of some -> the name that counts."""
+    """Further names of tensors -> the primary name."""
     device: torch.device
     dtype: torch.dtype
     writes: bool
-    """Whether it is this rank that writes files."""
+    """Whether this rank writes files."""
     largest: Callable[[Tensor], object]
-    """Makes each element the largest of all ranks'."""
+    """Reduces each element to its maximum over all ranks."""
     updated: Callable[[], object]
-    """To be called when other weights are there."""
+    """Called after weights have changed."""
     groups: Callable[[], list[Group]]
     """The tensors of files, and what they are made of."""
     write_config: Callable[[Path, torch.dtype], object]
 
     def fill(self, name: str, flat: Tensor) -> None:
-        """Put this rank's elements where they belong in a whole tensor."""
+        """Copy this rank's elements into a whole tensor."""
         for span, mine in self.pieces.get(name, ()):
             span.put(mine, flat)
 
-    def takes(self, name: str) -> bool:
-        """Whether this rank has some of a tensor."""
+    def holds(self, name: str) -> bool:
+        """Whether this rank has elements of a tensor."""
         return name in self.buffers or any(span for span, _ in self.pieces.get(name, ()))
 
-    def take(self, name: str, parts: Parts) -> None:
-        """Take this rank's elements of a tensor."""
+    def load(self, name: str, parts: Parts) -> None:
+        """Load this rank's elements of a tensor."""
         if name in self.buffers:
             self.buffers[name].copy_(parts(name, 0, self.buffers[name].numel()).view(self.state[name]))
         for span, mine in self.pieces.get(name, ()):
@@ -147,7 +147,7 @@ def _of_step(step: PlannedStep) -> _Live:
     return _Live(
         model, state, dict(step.buffers), pieces, step.others, engine.device, COMPUTED[settings.precision.dtype],
         not dist.is_initialized() or dist.get_rank() == 0,
-        lambda flat: engine.groups.control.all_reduce(flat, "max").wait(), lambda: forget_updates(engine), groups,
+        lambda flat: engine.groups.control.all_reduce(flat, "max").wait(), lambda: reset_optimizer(engine), groups,
         write_config,
     )  # fmt: skip
 
@@ -164,7 +164,7 @@ def _live(target: Any) -> _Live:
 
 
 def _agree(live: _Live, error: Exception | None) -> None:
-    """Raise an error of one rank on all."""
+    """Raise one rank's error on all ranks."""
     failed = torch.tensor([0.0 if error is None else 1.0], device=live.device)
     live.largest(failed)
     if error is not None:
@@ -175,15 +175,15 @@ def _agree(live: _Live, error: Exception | None) -> None:
 
 @torch.no_grad()
 def load_pretrained(target: ShardContext | nn.Module | PlannedStep, folder: str | os.PathLike[str]) -> None:
-    """Take the weights of a folder of safetensors into a model of `fully_shard`, or a step of `plan_model`.
+    """Load the weights of a folder of safetensors into a model of `fully_shard`, or a step of `plan_model`.
 
     The tensors have the names of the module's `state_dict`; for a model of transformers, those that `from_pretrained`
-    reads. Each rank reads what it keeps, one tensor after the other, or those alone that make one parameter. A planned
-    step's optimizer begins anew; with `fully_shard`, load before the optimizer's first step.
+    reads. Each rank reads only what it keeps, one tensor at a time, or those that make one parameter. A planned step's
+    optimizer starts afresh; with `fully_shard`, load before the optimizer's first step.
 
     Raises ValueError on all ranks, before anything changes, unless each parameter and saved buffer is made once, with
-    its shape, and all tensors are used; also for files that are damaged, and for quantised weights. OSError if a file
-    cannot be read to its end: then some weights are loaded.
+    its shape, and all tensors are used; also for damaged files and quantised weights. OSError if a file cannot be read
+    to its end: then some weights have been loaded.
     """
     live, path, error = _live(target), Path(folder), None
     if live.model is None:
@@ -196,23 +196,23 @@ def load_pretrained(target: ShardContext | nn.Module | PlannedStep, folder: str 
     _agree(live, error)
     assert opened is not None
     for names, read in opened.each():
-        mine = [name for name in names if live.takes(name)]
+        mine = [name for name in names if live.holds(name)]
         parts = read() if mine else None
         for name in mine:
             assert parts is not None
-            live.take(name, parts)
+            live.load(name, parts)
     live.updated()
 
 
 def pretrained_buckets(
     target: ShardContext | nn.Module | PlannedStep, nbytes: int, dtype: torch.dtype | None = None
 ) -> Iterator[Bucket]:
-    """Whole tensors of the weights as they are now, by the names and in the layouts of Hugging Face's files.
+    """Whole tensors of the current weights, with the names and layouts of Hugging Face's files.
 
-    Buckets of at most `nbytes`, one collective each, on all ranks, on the device of the weights. What a bucket is made
-    of counts: a tensor that has another layout in files counts twice. A bucket is given away: nothing here writes to
-    it, and nothing keeps it. Who empties it, with `bucket.clear()`, before the next one holds one at a time. `dtype` is
-    by default the one that the model computes in; buffers keep theirs.
+    Yields buckets of at most `nbytes`, one collective each, on all ranks, on the weights' device. Sources count: a
+    tensor with another layout in files counts twice. The caller owns a bucket: nothing here writes to it or keeps it.
+    If the caller empties it, with `bucket.clear()`, before the next one, only one exists at a time. `dtype` is by
+    default the compute dtype; buffers keep theirs.
 
     Raises ValueError if one parameter alone takes more.
     """
@@ -237,7 +237,7 @@ def _packed(live: _Live, groups: Sequence[Group], nbytes: int, dtype: torch.dtyp
 
 
 def _size(live: _Live, group: Group, dtype: torch.dtype) -> int:
-    """Bytes of a group, with what its tensors are made of."""
+    """Bytes of a group, including the tensors that it is made of."""
     sources = sum(prod(live.state[name]) * _dtype(live, name, dtype).itemsize for name in group.sources)
     return sources if group.renames else 2 * sources
 
@@ -260,7 +260,7 @@ def _buckets(live: _Live, packed: Sequence[Sequence[Group]], dtype: torch.dtype)
 
 
 def _whole(live: _Live, names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Whole tensors of the state. What several ranks have is alike, so the largest is what it is."""
+    """Whole tensors of the state. Ranks with the same elements have equal values, so the maximum is the value."""
     found = {name: live.buffers[name].detach().clone() for name in names if name in live.buffers}
     moved = [name for name in names if name not in found]
     for kind in {_dtype(live, name, dtype) for name in moved}:
@@ -284,12 +284,12 @@ def save_pretrained(
 ) -> Path:
     """Write a new folder that `from_pretrained` opens: config.json, and safetensors files of at most `largest` bytes.
 
-    `dtype` is by default the one that the model computes in; buffers keep theirs. Of a module that is no model of
-    transformers there are tensors alone, by the names of its `state_dict`. One rank writes, and holds a file. The
-    folder appears when all of it is written.
+    `dtype` is by default the compute dtype; buffers keep theirs. A module that is not a model of transformers gets only
+    tensors, with the names of its `state_dict`. One rank writes, and holds one file. The folder appears once it is
+    complete.
 
-    Raises ValueError on all ranks for a folder that is there already, and for a type that files do not have; OSError on
-    the rank that writes, and ValueError on the others, if it cannot be written.
+    Raises ValueError on all ranks for a folder that exists, and for a dtype that files do not support; if the folder
+    cannot be written, OSError on the writing rank and ValueError on the others.
     """
     live, path = _live(target), Path(folder)
     dtype = dtype or live.dtype
@@ -318,14 +318,14 @@ def save_pretrained(
     except OSError as found:
         error = found
         target_folder.give_up()
-    for pair in pairs:  # a rank that writes nothing, or no more, still has a part in every bucket
-        del pair  # and holds none
+    for pair in pairs:  # ranks that do not write, or no longer, still take part in every bucket
+        del pair  # and hold none
     _agree(live, error)
     return path
 
 
 def _one_by_one(buckets: Iterator[Bucket]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors on the host, of buckets that are empty before there is another one."""
+    """Tensors on the host, from buckets that are emptied before the next one."""
     for bucket in buckets:
         while bucket:
             name, value = bucket.pop(0)
@@ -334,7 +334,7 @@ def _one_by_one(buckets: Iterator[Bucket]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _config_of(model: Any, folder: Path, dtype: torch.dtype) -> None:
-    """config.json and generation_config.json of a model of transformers."""
+    """Write config.json and generation_config.json of a model of transformers."""
     if not is_pretrained(model):
         return
     config = copy.deepcopy(model.config)

@@ -1,7 +1,7 @@
-"""A model of others as the source of an engine's chunks: its layers, what is around them, and names of parameters.
+"""Another author's model as the source of an engine's chunks: its layers, its ends, and names of parameters.
 
-`AdaptedModel` has what all such models share. `OwnModel` is one with layers of the protocol, and `Pretrained`
-(`transformers.py`) one of transformers.
+`AdaptedModel` has what all such models share. `OwnModel` has layers of the protocol, and `Pretrained`
+(`transformers.py`) is a model of transformers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hocket.adapters.fused import fuse
 from hocket.adapters.layer import AdaptedChunk, DenseLayer, DenseParts, ExpertLayer, ExpertParts
 from hocket.config import Config
 from hocket.fsdp.saving.storage import listed
-from hocket.layers.standin import StandIn
-from hocket.model.documents import Told
+from hocket.layers.weight_proxy import WeightProxy
+from hocket.model.documents import Packing
 from hocket.model.heads import Heads
 from hocket.model.parts import ExpertPlace, cut_as
 from hocket.model.source import ChunkPlace, ModelSource
@@ -31,37 +31,37 @@ from hocket.program.ops import Layout
 from hocket.program.stages import layout_of
 
 WHOLE = "whole"
-"""The method of ranks that have their sequences whole, where documents share them."""
+"""The method for ranks with whole sequences that documents share."""
 Values = Callable[[str], Tensor]
-"""The first value of a parameter or buffer by its name in the model, in the shape of the whole model."""
+"""Returns the initial value of a parameter or buffer, by its name in the model, in its whole shape."""
 
 ELSE = "hocket.fully_shard shards any module as it is"
-"""What can be done with a model that does not fit into a plan."""
+"""The alternative for a model that cannot be planned."""
 _UNSHARED = "its attention is unknown, so ranks or documents cannot share sequences", "mesh.cp = 1, data.packing = off"
 
 
 def refuse(model: nn.Module, reason: str, fix: str = ELSE) -> ValueError:
-    """The error of a model that cannot be planned."""
+    """The error for a model that cannot be planned."""
     return ValueError(f"model = {type(model).__name__}: {reason}; fix: {fix}")
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The computation before and after the layers, in a copy of the model with parameters of its own."""
+    """The computation before and after the layers, in a copy of the model with its own parameters."""
 
     embed: Callable[[Tensor], Tensor]
     """Token ids [B, S] to hidden states [B, S, D]."""
     logits: Callable[[Tensor], Tensor]
     """Hidden states to logits [B, S, V]."""
     contexts: Callable[..., Sequence[Any]]
-    """Hidden states to the context of each layer. Only shape, dtype and device of the states count. Of transformers
-    also takes positions of the tokens, [B, S]; without them sequences are whole."""
+    """Hidden states to the context of each layer. Only the states' shape, dtype and device matter. Models of
+    transformers also take positions of the tokens, [B, S]; without them sequences are whole."""
 
 
 class AdaptedModel(ModelSource):
-    """A model of others as the source of an engine's chunks, in which stand-ins take the place of its parameters.
+    """Another author's model as the source of an engine's chunks; stand-ins replace its parameters.
 
-    What kind of model it is, a subclass says: it sets the first attributes and calls `claim`.
+    A subclass for each kind of model sets the first attributes and calls `claim`.
     """
 
     model: nn.Module
@@ -75,29 +75,29 @@ class AdaptedModel(ModelSource):
     hidden: int
 
     values: Values | None = None
-    """For a model on the meta device; otherwise first values are the model's own."""
+    """Initial values of a model on the meta device; otherwise the model's own values are used."""
     method = ""
-    """What travels between ranks that share sequences; `whole` where documents alone share them."""
+    """What ranks that share sequences exchange; `whole` if only documents share them."""
     theirs: dict[str, str]
     """hocket's name of a parameter -> the model's."""
     params: dict[str, nn.Parameter]
-    """Those that a step trains, by hocket's name."""
+    """The trained parameters, by hocket's name."""
     constants: dict[str, nn.Parameter]
-    """Those that no gradient reaches: torch's optimizers leave them alone, and a step has them as buffers."""
+    """Parameters without gradients: torch's optimizers skip them, and a step treats them as buffers."""
     experts_in: list[str]
     """The submodule of each layer that has its experts; empty for a dense layer."""
     experts: int
     """Experts of a layer; 0: there are none."""
     _buffers: dict[int, Any] | None = None
 
-    # What a kind of model says.
+    # Overridden for each kind of model.
 
     def layer(self, copied: Any) -> DenseLayer | ExpertLayer:
         """The protocol's view of a copy of a layer. Raises ValueError if it has none."""
         return copied
 
     def expert_weights(self, layer: Any) -> str:
-        """The submodule of a layer that has the experts' parameters, a name; empty for a dense layer."""
+        """Name of a layer's submodule with the experts' parameters; empty for a dense layer."""
         return getattr(layer, "expert_weights", "")
 
     @abstractmethod
@@ -105,20 +105,20 @@ class AdaptedModel(ModelSource):
         """The computation around the layers, in a copy. `memo` maps tensors of the model to those of the copy."""
 
     def settle(self, memo: dict[int, Any], x_BSD: Tensor, ids_BS: Tensor) -> None:
-        """Examine the model. Called once, before all else, with a `memo` that replaces the model's tensors."""
+        """Examine the model. Called once, first, with a `memo` that replaces the model's tensors."""
 
     def without_masks(self) -> dict[int, Any]:
-        """What takes the place of the model's configuration, so that layers are told of no masks: they are [S, S]."""
+        """A replacement of the model's configuration with which it makes no masks for layers: they would be [S, S]."""
         raise refuse(self.model, *_UNSHARED)
 
     def attention(self, number: int, layer: Any, told: Callable[[Tensor, Any], Any]) -> Heads:
-        """Attention in sequences that ranks or documents share. `told`: (states, places of tokens) -> the context."""
+        """Attention in shared sequences. `told` returns the context, given (states, places of tokens)."""
         raise refuse(self.model, *_UNSHARED)
 
     # Names of parameters.
 
     def claim(self) -> None:
-        """Name all parameters. Raises ValueError if one has no place, or more than one."""
+        """Name all parameters. Raises ValueError if one belongs to no part, or to several."""
         self.experts_in = [self.expert_weights(layer) for layer in self.layers]
         self.theirs, self.params, self.constants = {}, {}, {}
         names = {id(p): name for name, p in self.model.named_parameters()}
@@ -168,8 +168,8 @@ class AdaptedModel(ModelSource):
             )
         self.params[name], self.theirs[name] = param, names[id(param)]
 
-    def leave(self, names: Collection[str]) -> None:
-        """Take parameters, which no gradient reaches, for constants. Raises ValueError if others are frozen."""
+    def make_constants(self, names: Collection[str]) -> None:
+        """Turn parameters without gradients into constants. Raises ValueError if others are frozen."""
         self.constants = {name: self.params.pop(name) for name in names}
         if stacked := [self.theirs[name] for name in names if ".experts." in name]:
             raise refuse(self.model, f"{stacked[0]} is of experts, and no gradient reaches it: ranks have parts of it")
@@ -185,7 +185,7 @@ class AdaptedModel(ModelSource):
         return tuple("moe" if name else "dense" for name in self.experts_in)
 
     def copied(self, number: int, memo: dict[int, Any], fused: bool = False) -> DenseLayer | ExpertLayer:
-        """A copy of a layer, as the protocol sees it. `fused`: with hocket's kernels where they compute the same."""
+        """A copy of a layer, as the protocol sees it. `fused`: with hocket's kernels if they compute the same."""
         layer = copy.deepcopy(self.layers[number], memo)
         if fused:
             fuse(layer)
@@ -194,7 +194,7 @@ class AdaptedModel(ModelSource):
     def parts(
         self, number: int, memo: dict[int, Any], told: Any, ep: ExpertPlace, method: str = "", fused: bool = False
     ) -> DenseParts:
-        """The part functions of a copy of a layer, which is `told` its context. `method` as of this class."""
+        """The part functions of a copy of a layer; `told` returns its context. `method` is as in this class."""
         layer, experts = self.copied(number, memo, fused), self.experts_in[number]
         kind: Any = ExpertParts if experts else DenseParts
         kind = kind if method in ("", WHOLE) else cut_as(method, kind)
@@ -203,9 +203,9 @@ class AdaptedModel(ModelSource):
         return parts
 
     def copies(self, device: torch.device, values: Values | None) -> dict[int, Any]:
-        """What takes the place of the model's buffers and constants, and of its configuration: copies.
+        """Copies that replace the model's buffers and constants, and its configuration.
 
-        `values` has those that are saved with a model on the meta device; `ends` fills in the others.
+        `values` returns the saved ones for a model on the meta device; `ends` fills in the others.
         """
         model, memo = self.model, dict[int, Any]()
         saved = {id(b): name for name, b in model.state_dict(keep_vars=True).items()}
@@ -223,7 +223,7 @@ class AdaptedModel(ModelSource):
         return memo if config is None else {**memo, id(config): config}
 
     def buffers(self, device: torch.device) -> dict[int, Any]:
-        """`copies` that all chunks of this rank share."""
+        """`copies`, shared by all chunks of this rank."""
         if self._buffers is None:
             self._buffers = self.copies(device, self.values)
         return self._buffers
@@ -231,10 +231,10 @@ class AdaptedModel(ModelSource):
     def trial(
         self, value: Callable[[str], Tensor], param: Callable[..., nn.Parameter], attention: str
     ) -> dict[int, Any]:
-        """What takes the place of all tensors, and of the configuration, where a CPU tries the model.
+        """Replacements of all tensors, and of the configuration, to try the model on a CPU.
 
-        `value` gives what is on the meta device, `param` parameters by hocket's name and their own. Where attention is
-        for GPUs alone, it is `attention`.
+        `value` returns tensors that are on the meta device, `param` parameters by hocket's name and their own.
+        `attention` replaces an implementation that needs a GPU.
         """
         memo, config = self.copies(torch.device("cpu"), value), getattr(self.model, "config", None)
         if config is not None:
@@ -244,10 +244,10 @@ class AdaptedModel(ModelSource):
             here._experts_implementation = "eager"
         return memo | {id(p): param(name, p) for name, p in self.params.items()}
 
-    # What an engine asks.
+    # The interface to an engine.
 
     def layout(self, config: Config) -> Layout:
-        """That of hocket's own layers, but that weight gradients of the first part read the layer's input too.
+        """The layout of hocket's own layers, but weight gradients of the first part also read the layer's input.
 
         hocket's own begin with a norm. Others may project the input itself, as OLMo 2 does, and then weight gradients
         read what another lane has received: see Note: [Values of communication lanes live longer].
@@ -265,7 +265,7 @@ class AdaptedModel(ModelSource):
         memo = dict(self.buffers(place.device))
         for name, param in self.params.items():
             first, *rest = param.shape or (1,)
-            stand_in = StandIn.of(first // ep.size if ".experts." in name else first, *rest)
+            stand_in = WeightProxy.of(first // ep.size if ".experts." in name else first, *rest)
             if both and name.startswith(("embed.", "head.")):
                 stand_in = place.ends.setdefault(name, stand_in)
             memo[id(param)] = stand_in
@@ -273,7 +273,7 @@ class AdaptedModel(ModelSource):
                 parameters[name] = stand_in
         memo |= self.without_masks() if self.method else {}
         ends = self.ends(dict(memo))
-        contexts = _remembered(ends)
+        contexts = _cached_contexts(ends)
         layers: dict[str, DenseParts] = {}
         for number in place.layers:
             told, fused = partial(contexts, number), place.device.type == "cuda"
@@ -303,14 +303,14 @@ class AdaptedModel(ModelSource):
         return self.theirs[name]
 
 
-def _remembered(ends: Ends) -> Callable[..., Any]:
-    """Gives the context of a layer by its number. It depends on the shape of hidden states alone, so it is made once.
+def _cached_contexts(ends: Ends) -> Callable[..., Any]:
+    """Returns the context of a layer by its number. It depends only on the shape of hidden states, so it is cached.
 
-    Where ranks or documents share sequences, also on the places of tokens, and is kept as long as these are.
+    If ranks or documents share sequences, it also depends on the places of tokens, and lives as long as these.
     """
     known: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
-    def context(number: int, x_BSD: Tensor, places: Told | None = None) -> Any:
+    def context(number: int, x_BSD: Tensor, places: Packing | None = None) -> Any:
         made, key = known.setdefault(ends if places is None else places, {}), (x_BSD.shape, x_BSD.dtype, x_BSD.device)
         if key not in made:
             positions = () if places is None else (places.position_T.view(x_BSD.shape[:2]),)
@@ -322,20 +322,20 @@ def _remembered(ends: Ends) -> Callable[..., Any]:
 
 
 # -- own ---------------------------------------------------------------------------------------------------------------
-# Models with layers of one's own: a module with `embed`, `layers` and `head`.
+# Models with your own layers: a module with `embed`, `layers` and `head`.
 #
 # class Model(nn.Module):
 #     embed: nn.Module            token ids [B, S] -> hidden states [B, S, D]
 #     layers: nn.ModuleList       of hocket.adapters.layer.DenseLayer or ExpertLayer
 #     head: nn.Module             hidden states -> logits [B, S, V]
 #
-#     def context(self, x): ...   if there is one: what all layers are told, by the shape of hidden states
+#     def context(self, x): ...   optional: the context of all layers, given the shape of hidden states
 
 _PIECES = {"expert_weights": ("attention", "route", "experts", "merge"), "": ("attention", "mlp")}
 
 
 def refuse_dropout(model: nn.Module) -> None:
-    """Raise ValueError for a model that drops elements."""
+    """Raise ValueError for a model with dropout."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise refuse(

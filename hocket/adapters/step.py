@@ -1,4 +1,4 @@
-"""`plan_model`: a model that hocket did not write, trained by a planned step."""
+"""`plan_model`: another author's model, trained by a planned step."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from hocket.rules import rule_lines
 from hocket.runtime.world import everyone
 from hocket.step import PlannedStep, other_ranks
 
-_LEFT: dict[str, tuple[Any, Any]] = {
-    "plan.graphs": ("off", "auto"),  # hocket cannot know what a foreign forward does while it is recorded
-    "plan.loss_pieces": (1, "auto"),  # its forward makes logits
+_AUTOMATIC: dict[str, tuple[Any, Any]] = {
+    "plan.graphs": ("off", "auto"),  # a foreign forward may do anything while it is recorded
+    "plan.loss_pieces": (1, "auto"),  # the model's own forward makes logits
     "plan.offload": ((), ("auto",)),  # its functions may save weights, which move
 }
-"""What settings are in a model of others if they are left to hocket."""
+"""Setting -> its value with another author's model, if it has the second value, which leaves it to hocket."""
 
 
 def plan_model(
@@ -43,14 +43,14 @@ def plan_model(
     *,
     values: Values | str | os.PathLike[str] | None = None,
 ) -> PlannedStep:
-    """Plan the training of a model: full sharding, expert parallelism, pipeline, as `settings` say.
+    """Plan the training of a model: full sharding, expert parallelism, pipeline, according to `settings`.
 
     `model` is an unmodified `...ForCausalLM` of transformers 5, or a module with `embed`, `layers` and `head` whose
-    layers go by `hocket.adapters.layer`. It is read and not changed: each rank takes its part of the weights, and
-    `PlannedStep.load_into` brings them back. One on the meta device needs `values`: a function from a parameter's name
-    to its first value, or a folder that `from_pretrained` opens, of which a rank reads the parameters of its layers.
-    `settings` are a `Config`, or values by dotted name, `{"mesh.dp": 8}`; what they say of the
-    model's sizes is the model's to say. With several ranks the default process group must exist.
+    layers follow `hocket.adapters.layer`. It is not changed: each rank copies its part of the weights, and
+    `PlannedStep.load_into` copies them back. A model on the meta device needs `values`: a function from a parameter's
+    name to its initial value, or a folder that `from_pretrained` opens, of which a rank reads only its layers'
+    parameters. `settings` are a `Config`, or values by dotted name, `{"mesh.dp": 8}`; sizes of the model come from the
+    model. With several ranks the default process group must exist.
 
     Raises ValueError, before anything is allocated, if the model or the settings cannot be planned.
     """
@@ -65,12 +65,12 @@ def plan_model(
     source = _adapted(model)
     source.values = values
     _check(source, config, given)
-    _check_widths(source, changed(config, {"precision.compute": "fp32"}))  # in which layers are compared
+    _check_widths(source, changed(config, {"precision.compute": "fp32"}))  # the dtype in which layers are compared
     shared, packed = config.mesh.cp > 1, config.data.packing != "off"
     top_k = verify(source, shared or packed)
     config = replace(config, model=sizes_of(source, top_k))
     price = price_of(source)
-    config = changed(config, {name: value for name, (value, left) in _LEFT.items() if leaf(config, name) == left})
+    config = changed(config, {name: value for name, (value, left) in _AUTOMATIC.items() if leaf(config, name) == left})
     resolved = resolve(config, _host(), given, price)
     on_gpu = resolved.train.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -84,11 +84,11 @@ def plan_model(
     engine = Engine(resolved, rank, device, source=source)
     engine.init_weights()
     names = {name: (source.theirs[name], param.shape) for name, param in source.params.items()}
-    return PlannedStep(engine, resolved, price, names, *_beside(source, source.buffers(device)))
+    return PlannedStep(engine, resolved, price, names, *_untrained_state(source, source.buffers(device)))
 
 
-def _beside(source: AdaptedModel, buffers: Mapping[int, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What the model's state has beside trained parameters, as the step has it, and further names of these -> names."""
+def _untrained_state(source: AdaptedModel, buffers: Mapping[int, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The model's state besides trained parameters, as the step has it, and aliases of these parameters -> names."""
     state: dict[str, Any] = source.model.state_dict(keep_vars=True)
     known = {id(param): source.theirs[name] for name, param in source.params.items()}
     others = {name: known[id(x)] for name, x in state.items() if id(x) in known and known[id(x)] != name}
@@ -152,7 +152,7 @@ _RULES = (
         "optimizer.name = adamw",
     ),
 )
-"""What a plan cannot do with layers of others, beside the rules of all settings."""
+"""Rules for other authors' layers, in addition to the rules of all settings."""
 
 
 def _check(source: AdaptedModel, config: Config, given: Mapping[str, str]) -> None:
@@ -177,7 +177,7 @@ def _check_device(source: AdaptedModel, device: torch.device) -> None:
 
 
 def _check_widths(source: AdaptedModel, config: Config) -> None:
-    """Products of experts take rows of whole 16 bytes."""
+    """Raise ValueError unless rows of experts' products are multiples of 16 bytes."""
     unit = 16 // config.element_bytes
     for name, param in source.params.items():
         if ".experts." in name and param.dim() > 2 and any(width % unit for width in param.shape[1:]):
@@ -203,7 +203,7 @@ def _check_alike(source: AdaptedModel) -> None:
 
 
 def _host() -> Host:
-    """The host as a running rank finds it."""
+    """The host as a running rank sees it."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:

@@ -1,12 +1,12 @@
 """Models of transformers (5.x), unmodified: `...ForCausalLM` with an embedding, decoder layers, a norm and a head.
 
-What is around the layers the model's own forward computes, in a copy whose layers are probes. A probe sees what the
-model hands to that layer (masks, positions, rotary tables), what the embedding's output has become, and can put hidden
-states in the place of the last layer's. So neither masks nor scales nor soft caps are written down a second time here.
+The model's own forward computes what is around the layers, in a copy whose layers are probes. A probe sees what the
+model passes to that layer (masks, positions, rotary tables) and the embedding's final output, and can substitute hidden
+states for the last layer's output. So masks, scales and soft caps are not implemented a second time here.
 
-Decoder layers are layers of the protocol: the module's own children, called piece by piece. Where a layer has its norms
-says which of three forwards it has; what its MLP is says whether it has experts. Nothing of this is taken on trust:
-`verify.py` compares the pieces with the layer's own forward before anything starts.
+Decoder layers are layers of the protocol: the module's own children, called piece by piece. The positions of a layer's
+norms decide which of these forwards it has; its MLP decides whether it has experts. All of this is checked: `verify.py`
+compares the pieces with the layer's own forward before anything starts.
 
     norms                                           forward
     input, post_attention                           x += attn(norm(x)); x += mlp(norm(x))               Llama
@@ -14,7 +14,7 @@ says which of three forwards it has; what its MLP is says whether it has experts
     input, post_attention, pre_ and post_feedforward    x += norm(attn(norm(x))); x += norm(mlp(norm(x)))   Gemma 2
     input, post_self_attn, post_attention, post_mlp     likewise                                            GLM-4
 
-Granite multiplies what is added to the stream by `residual_multiplier`. transformers itself is not imported.
+Granite scales what is added to the stream by `residual_multiplier`. transformers itself is not imported.
 
 Shapes: B sequences, S sequence length, T tokens (B * S), D hidden, K experts per token, R rows.
 """
@@ -34,23 +34,23 @@ from torch import Tensor, nn
 from hocket.adapters.fused import gate_of
 from hocket.adapters.layer import DenseLayer, ExpertLayer, Keep
 from hocket.adapters.source import AdaptedModel, Ends, refuse, refuse_dropout
-from hocket.layers.standin import grouped_linear
-from hocket.model.documents import Documents, Told
+from hocket.layers.weight_proxy import grouped_linear
+from hocket.model.documents import Documents, Packing
 from hocket.model.heads import Heads
 
 # -- Models of transformers whose sequences ranks or documents can share -----------------------------------------------
 
 FAMILIES = ("llama", "mistral", "mixtral", "olmo2", "olmo3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
-"""Model types whose tokens meet in attention alone, each tested against the model on one process."""
+"""Model types whose tokens interact only in attention, each tested against the model on one process."""
 
 ROTARY = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding that depend on a token's position alone."""
+"""Kinds of rotary embedding that depend only on a token's position."""
 
 LAYERS = ("full_attention", "sliding_attention")
 
 
 def unshareable(model: nn.Module) -> str:
-    """Why ranks with a part of the tokens would compute something else than the model; empty if they would not."""
+    """Why ranks with part of the tokens would not compute the same as the model; empty if they would."""
     config: Any = getattr(model, "config", None)
     kind, name = getattr(config, "model_type", None), type(model).__name__
     if kind not in FAMILIES or not any(c.__name__.endswith("ForCausalLM") for c in type(model).__mro__):
@@ -98,13 +98,13 @@ FORWARDS: Mapping[frozenset[str], tuple[str, str, str, str]] = {
 }  # fmt: skip
 """Norms that a layer has -> those before and after attention, before and after the MLP."""
 BLOCKS = ("mlp", "block_sparse_moe", "feed_forward")
-"""What layers call their MLP."""
+"""Attribute names of a layer's MLP."""
 _GROUPED = ("is_transposed", "has_bias", "has_gate", "_apply_gate")
-"""What experts say about themselves that go by transformers' interface of experts."""
+"""Attributes of experts that follow transformers' interface of experts."""
 
 
 class Unfit(ValueError):
-    """A layer is none that this module knows; the text says why."""
+    """A layer is not of a known kind; the text says why."""
 
 
 def block_of(layer: nn.Module) -> str:
@@ -131,7 +131,7 @@ class PlainLayer:
     """A layer with a dense MLP."""
 
     def __init__(self, layer: nn.Module) -> None:
-        """Takes the layer over. Raises Unfit."""
+        """Takes ownership of the layer. Raises Unfit."""
         self.module = layer
         self._block = block_of(layer)
         children = {name: child for name, child in layer.named_children() if not isinstance(child, nn.Dropout)}
@@ -151,15 +151,15 @@ class PlainLayer:
         return self.after(x_BSD, _first(self._attention(hidden_states=self.before(x_BSD), **context)))
 
     def before(self, x_BSD: Tensor) -> Tensor:
-        """What attention reads."""
+        """The input of attention."""
         return _apply(self._norms[0], x_BSD)
 
     def after(self, x_BSD: Tensor, more_BSD: Tensor) -> Tensor:
-        """The stream, from what it was and what attention has made."""
+        """The stream after attention, from the stream before and attention's output."""
         return self._added(x_BSD, _apply(self._norms[1], more_BSD))
 
     def mlp(self, x_BSD: Tensor) -> Tensor:
-        """The same of the MLP."""
+        """The stream after the MLP."""
         _, _, before, after = self._norms
         return self._added(x_BSD, _apply(after, _first(self._mlp(_apply(before, x_BSD)))))
 
@@ -168,11 +168,11 @@ class PlainLayer:
 
 
 class _Reached(Exception):
-    """The block came to its experts, and nothing after them is wanted."""
+    """The block has called its experts, and nothing after them is needed."""
 
 
 class _Seam(nn.Module):
-    """In the place of a block's experts: takes what they are called with, and returns zeros, or ends the block."""
+    """Replaces a block's experts: stores their arguments, and returns zeros, or ends the block's forward."""
 
     def __init__(self, more: bool) -> None:
         super().__init__()
@@ -189,8 +189,8 @@ class _Seam(nn.Module):
 class RoutedLayer(PlainLayer):
     """A layer with a router and experts, and perhaps a shared expert.
 
-    What the block does before its experts and beside them, it does itself: it is called with a seam in the place of the
-    experts. So whatever it adds to their output, such as a shared expert with a gate, comes out as its result.
+    The block's own code runs everything before and besides its experts, with a seam in their place. So its result is
+    whatever it adds to their output, such as a gated shared expert.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -220,17 +220,17 @@ class RoutedLayer(PlainLayer):
         return rows_TD.reshape(-1, rows_TD.shape[-1]), ids_TK, weights_TK, (x_BSD, more)
 
     def experts(self, rows_RD: Tensor, ends_L: Tensor) -> Tensor:
-        """What transformers' `grouped_mm_experts_forward` computes between its sort and its weighted sum."""
+        """The part of transformers' `grouped_mm_experts_forward` between its sort and its weighted sum."""
         e: Any = self._experts
         into, bias = (e.gate_up_proj, "gate_up_proj_bias") if e.has_gate else (e.up_proj, "up_proj_bias")
         y_RF = grouped_linear(rows_RD, into, ends_L, getattr(e, bias) if e.has_bias else None, e.is_transposed)
         y_RF = e.act_fn(y_RF) if self._gate is None else self._gate(y_RF)
         out_bias = e.down_proj_bias if e.has_bias else None
         y_RD = grouped_linear(y_RF, e.down_proj, ends_L, out_bias, e.is_transposed)
-        return e.post_expert_norm(y_RD) if getattr(e, "has_post_expert_norm", False) else y_RD  # of 5.20
+        return e.post_expert_norm(y_RD) if getattr(e, "has_post_expert_norm", False) else y_RD  # since 5.20
 
     def merge(self, rows_TD: Tensor, keep: Keep) -> Tensor:
-        """Experts and shared expert into the stream."""
+        """Add experts and shared expert to the stream."""
         x_BSD, more = keep
         y_BSD = rows_TD.view_as(x_BSD)
         y_BSD = y_BSD if more is None else y_BSD + more
@@ -242,32 +242,32 @@ def _apply(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 
 def _first(result: Any) -> Tensor:
-    """Some modules return their output alone, some with more."""
+    """The output of a module that may return a tuple."""
     return result[0] if isinstance(result, tuple) else result
 
 
 # -- shared layers -----------------------------------------------------------------------------------------------------
-# Layers of transformers whose sequences ranks or documents share: attention cut where keys and values travel.
+# Layers of transformers with sequences shared by ranks or documents: attention is cut where keys and values are sent.
 #
-# hocket calls the projections and norms of the module `self_attn`, and the function by which its file turns queries and
-# keys; what heads find is hocket's attention. So keys and values travel on a lane of their own, while queries are made.
-# `verify.py` compares these pieces too with the layer's own forward.
+# hocket calls the projections and norms of the module `self_attn`, and its file's function that rotates queries and
+# keys; attention itself is hocket's. So keys and values are sent on their own lane, while queries are computed.
+# `verify.py` also compares these pieces with the layer's own forward.
 #
 # Shapes: B sequences, S tokens of each on this rank, T tokens of this rank (B * S), D hidden, H query heads, K key and
 # value heads, N width of a head, F features of all heads.
 
-Telling = Callable[[Tensor, Told], Any]
-"""Gives what a layer is told, from hidden states and what is known of their tokens."""
+Telling = Callable[[Tensor, Packing], Any]
+"""Returns a layer's context, given hidden states and what is known about their tokens."""
 
 MASKLESS = "hocket_plan"
-"""The name of an attention that transformers makes no masks for: it knows none of this name."""
+"""The name of an attention that transformers does not know, and therefore makes no masks for."""
 
 _MODULES = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NORMS = {"q_norm", "k_norm"}
 
 
 class SharedAttention(Heads):
-    """Attention of heads that a module of transformers makes. Raises Unfit if it is none that is known."""
+    """Attention for the heads of a module of transformers. Raises Unfit if the module is of an unknown kind."""
 
     sinks = None
 
@@ -283,18 +283,18 @@ class SharedAttention(Heads):
     def __call__(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         return self.forward(h_BSD, documents)
 
-    def made(self, names: str, h_BSD: Tensor, told: Any) -> tuple[list[Tensor], None]:
-        made = [self._made(name, h_BSD, told) for name in names]
-        return made if told is None else [x.flatten(0, 1).unsqueeze(0) for x in made], None
+    def made(self, names: str, h_BSD: Tensor, documents: Any) -> tuple[list[Tensor], None]:
+        made = [self._made(name, h_BSD, documents) for name in names]
+        return made if documents is None else [x.flatten(0, 1).unsqueeze(0) for x in made], None
 
     def out(self, o_BSF: Tensor, gate_BSF: Tensor | None) -> Tensor:
         return self._module.o_proj(o_BSF)
 
-    def _made(self, name: str, h_BSD: Tensor, context: Told) -> Tensor:
+    def _made(self, name: str, h_BSD: Tensor, context: Packing) -> Tensor:
         """Queries `q`, keys `k` or values `v`; the first two with their norm and positions: [B, S, heads, N]."""
         made: Tensor = getattr(self._module, f"{name}_proj")(h_BSD)
         norm: Any = getattr(self._module, f"{name}_norm", None)
-        wide = norm is not None and norm.weight.shape[0] != self.head_dim  # of all heads together
+        wide = norm is not None and norm.weight.shape[0] != self.head_dim  # over all heads together
         made = norm(made) if wide else made
         x_BSHN = made.unflatten(-1, (-1, self.head_dim))
         x_BSHN = norm(x_BSHN) if norm is not None and not wide else x_BSHN
@@ -308,7 +308,7 @@ class SharedAttention(Heads):
 # -- model -------------------------------------------------------------------------------------------------------------
 
 _DROPS = ("dropout", "pdrop", "jitter", "layerdrop")
-"""Words in names of settings that make a forward random."""
+"""Parts of setting names that make a forward random."""
 
 
 class Pretrained(AdaptedModel):
@@ -334,7 +334,7 @@ class Pretrained(AdaptedModel):
         self.vocab, self.hidden = head.out_features, head.in_features
         self.claim()
         self.direct = False, False
-        """Whether the embedding alone makes what the first layer is given, and norm and projection alone the logits."""
+        """Whether the first layer's input is just the embedding, and the logits just norm and projection."""
 
     def _check(self, model: Any) -> None:
         config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
@@ -381,7 +381,7 @@ class Pretrained(AdaptedModel):
         memo[id(self.model.get_submodule(self._list))] = nn.ModuleList(probes)
         copied: Any = copy.deepcopy(self.model, memo)
         _fill(copied, self.model)
-        around = _Around(self.model, copied, copied.get_submodule(self._base), probes)
+        around = _OutsideLayers(self.model, copied, copied.get_submodule(self._base), probes)
         embed, *after = (copied.get_submodule(name) for name in (*self.embed_modules, *self.head_modules))
         norm, head = after
         return Ends(
@@ -391,7 +391,7 @@ class Pretrained(AdaptedModel):
         )
 
     def settle(self, memo: dict[int, Any], x_BSD: Tensor, ids_BS: Tensor) -> None:
-        """Find out whether embedding and head compute more than their modules, by a trial with some parameters."""
+        """Find out, by a trial run, whether embedding and head compute more than their modules."""
         slow = self.ends(dict(memo))
         self.direct = True, True
         fast = self.ends(dict(memo))
@@ -404,7 +404,7 @@ class _Passed(Exception):
 
 
 class _Probe(nn.Module):
-    """In the place of a layer. Has the layer's plain attributes, for models that look at them."""
+    """Replaces a layer. Has the layer's plain attributes, for models that read them."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -424,7 +424,7 @@ class _Probe(nn.Module):
         return self.meet(x_BSD, known)
 
 
-class _Around:
+class _OutsideLayers:
     """Runs a copy of a model whose layers are probes."""
 
     def __init__(self, original: nn.Module, model: Any, base: Any, probes: list[_Probe]) -> None:
@@ -480,9 +480,9 @@ class _Around:
 
 
 def _fill(model: Any, original: nn.Module) -> None:
-    """Where the original is on the meta device, fill in buffers that are not saved, such as rotary tables.
+    """Initialise unsaved buffers, such as rotary tables, if the original is on the meta device.
 
-    They are the model's own first values.
+    They get the model's own initial values.
     """
     for name, module in original.named_modules():
         if any(

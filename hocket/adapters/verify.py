@@ -1,8 +1,8 @@
-"""Whether the pieces of a layer compute what the layer computes, found out before anything starts.
+"""Checks, before anything starts, that the pieces of a layer compute what the layer computes.
 
-Each kind of layer is compared once, on the CPU in fp32, with parameters at random and a few tokens: output, and the
-gradients of input and parameters. A family of models is recognised by structure, and structure can lie: a forward that
-does one thing more fails here, by name, not in a loss curve.
+Each kind of layer is compared once, on the CPU in fp32, with random parameters and a few tokens: output, and the
+gradients of input and parameters. Families are recognised by structure, which can mislead: a forward that does one
+thing more fails here, by name, not in a loss curve.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hocket.model.documents import Documents, whole_sequences
 from hocket.model.parts import ONLY
 
 TOLERANCE = 1e-4
-"""Largest difference, of two norms: sums in another order differ by 1e-6, a forgotten scale by 1e-1."""
+"""Largest relative difference in norm: sums in another order differ by 1e-6, a forgotten scale by 1e-1."""
 _LARGE = 1 << 27
-"""Elements beyond which a parameter is one row, seen as often as it has rows."""
+"""Elements above which a parameter is one row, expanded to all rows."""
 _SHAPE = (2, 6)
 """Sequences and their length."""
 _WRONG = RuntimeError, TypeError, AttributeError, AssertionError, LookupError, ArithmeticError
@@ -32,11 +32,11 @@ _WRONG = RuntimeError, TypeError, AttributeError, AssertionError, LookupError, A
 
 
 def verify(source: AdaptedModel, shared: bool = False) -> int:
-    """Compare every kind of layer; returns the experts per token, 0 without experts. Raises ValueError.
+    """Compare every kind of layer. Returns the experts per token, 0 without experts. Raises ValueError.
 
-    Parameters that no gradient reaches become the source's constants.
+    Parameters without gradients become the source's constants.
 
-    With `shared` attention is also compared as ranks that share sequences cut it.
+    With `shared`, attention is also compared in the pieces for shared sequences.
     """
     chosen = set[int]()
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
@@ -68,7 +68,7 @@ def verify(source: AdaptedModel, shared: bool = False) -> int:
             unreached |= {id(param) for name, param in layer.named_parameters() if name in seen[kind]}
     around = {name: param for name, param in source.params.items() if name.startswith(("embed.", "head."))}
     unreached |= {id(param) for param in around.values() if id(memo[id(param)]) not in reached}
-    source.leave([name for name, param in source.params.items() if id(param) in unreached])
+    source.make_constants([name for name, param in source.params.items() if id(param) in unreached])
     chosen -= {0}
     if len(chosen) > 1:
         raise refuse(source.model, f"layers choose different numbers of experts per token: {sorted(chosen)}")
@@ -76,7 +76,7 @@ def verify(source: AdaptedModel, shared: bool = False) -> int:
 
 
 def _random(name: str, param: nn.Parameter) -> nn.Parameter:
-    """A value at random for a parameter."""
+    """A random value for a parameter."""
     shape, large = param.shape, param.numel() > _LARGE or name.startswith(("embed.", "head."))
     if param.dim() <= 1:
         return nn.Parameter(0.5 + torch.rand(shape))
@@ -85,7 +85,7 @@ def _random(name: str, param: nn.Parameter) -> nn.Parameter:
 
 
 def _kind(layer: nn.Module) -> Any:
-    """Equal ones have equal forwards: classes of modules, shapes, and settings that are not the layer's number."""
+    """A key that is equal for equal forwards: module classes, shapes, and settings other than the layer's number."""
     return tuple(
         (
             name,
@@ -104,7 +104,7 @@ def _kind(layer: nn.Module) -> Any:
 def _compare(
     source: AdaptedModel, number: int, memo: dict[int, Any], x_BSD: Tensor, context: Any, shared: bool
 ) -> tuple[int, set[str]]:
-    """Returns the experts per token, and the parameters of the layer that no gradient reaches."""
+    """Returns the experts per token, and the parameters of the layer without gradients."""
     model, name = source.model, type(source.layers[number]).__name__
     whole: Any = copy.deepcopy(source.layers[number], dict(memo))
     params = {name: param for name, param in whole.named_parameters() if param.numel() <= _LARGE}
@@ -149,7 +149,7 @@ def _compare(
 
 
 def _in_parts(source: AdaptedModel, number: int, memo: dict[int, Any], layer: Any) -> bool:
-    """Whether half of the experts alone compute for their rows what they compute beside the others."""
+    """Whether half of the experts alone compute the same for their rows as all experts together."""
     half, prefix = source.experts // 2, f"layers.{number}.experts."
     if not half:
         return True
@@ -168,7 +168,7 @@ def _in_parts(source: AdaptedModel, number: int, memo: dict[int, Any], layer: An
 
 
 def _differing(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None]) -> str:
-    """What differs; empty if nothing does."""
+    """The first value that differs; empty if none does."""
     return next((what for what, expected in wanted.items() if not _close(found.get(what), expected)), "")
 
 
@@ -186,7 +186,7 @@ def _by_parts(
 
     def forward(x: Tensor) -> Tensor:
         first = parts.forward_attn(x, documents)
-        parts.forward_attn(x.detach().flip(0), documents)  # a plan comes to the next piece later
+        parts.forward_attn(x.detach().flip(0), documents)  # a plan runs other ops before the next piece
         if not isinstance(parts, ExpertParts):
             return parts.forward_mlp(first)
         rows, residual, other, _, probs, routing = first
@@ -208,7 +208,7 @@ def _by_parts(
 
 
 def _reached(y: Tensor) -> set[int]:
-    """The ids of the tensors that a backward of `y` comes to."""
+    """The ids of the tensors that a backward of `y` reaches."""
     found, seen, nodes = set[int](), set[Any](), [y.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -222,7 +222,7 @@ def _reached(y: Tensor) -> set[int]:
 def _with_gradients(
     forward: Any, x_BSD: Tensor, params: dict[str, nn.Parameter], reached: set[int] | None = None
 ) -> dict[str, Tensor | None]:
-    """Output and gradients of a function of hidden states. `reached` takes the ids of what its backward comes to."""
+    """Output and gradients of a function of hidden states. Ids of tensors that its backward reaches go to `reached`."""
     x_BSD = x_BSD.clone().requires_grad_()
     with torch.enable_grad():
         y_BSD = forward(x_BSD)

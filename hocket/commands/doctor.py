@@ -1,4 +1,4 @@
-"""`hocket doctor`: whether this host is fit for overlap."""
+"""`hocket doctor`: whether this host's environment and hardware suit overlap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hocket.commands.options import Parser
 from hocket.doctor.checks import examine, exit_code, look, to_json, to_text
 from hocket.doctor.measure import measure, report
 from hocket.environment import find_gpus
-from hocket.predict.hardware import kept_file
+from hocket.predict.hardware import measured_file
 from hocket.variables import passed
 
 PARSER = Parser("doctor", "Checks environment and hardware. The exit code is 1 if there is something to mend.")
@@ -25,7 +25,7 @@ HOW.add_argument(
 
 
 def run(words: list[str]) -> int:
-    """Print the findings, and return 1 if there is something to mend."""
+    """Print the findings. Returns 1 if one needs a fix."""
     options = PARSER.read(words)
     if options.measure:
         return _measure()
@@ -35,9 +35,9 @@ def run(words: list[str]) -> int:
 
 
 def _measure() -> int:
-    """Keep the rates of this host's GPUs, and print where."""
+    """Measure and store the rates of this host's GPUs, and print the file's name."""
     found = measure(find_gpus(), os.environ)
-    target = kept_file(found.device)
+    target = measured_file(found.device)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(found.to_json())

@@ -67,12 +67,12 @@ def run(words: list[str]) -> int:
 
 
 def of_run(word: str) -> bool:
-    """Whether a word names the folder of a run, or a file in it, rather than a recipe."""
+    """Whether an argument is the folder of a run, or a file in it, rather than a recipe."""
     return word.endswith(".json") or (os.path.isdir(word) and word not in RECIPES)
 
 
 def show_run(name: str, *words: str) -> int:
-    """Print the explanation that a run has written. Returns the exit code."""
+    """Print the explanation that a run wrote when it started. Returns the exit code."""
     if strange := [word for word in words if word != "--json"]:
         reason = f"{name} is a run's, in which everything is settled, and only --json goes with it"
         raise ValueError(f"{' '.join(strange)} (command line): {reason}; fix: leave it out, or name a recipe")
@@ -82,10 +82,10 @@ def show_run(name: str, *words: str) -> int:
 
 
 def settle(config: Config, origins: dict[str, str]) -> tuple[Settings, str]:
-    """Settings, and why a run would refuse them; empty if it would not.
+    """The resolved settings, and why a run would refuse them; empty if it would not.
 
-    A setting below `overlap` that cannot work is explained as if it had been left open: what would happen instead is
-    then said, too. Raises ValueError for what cannot be explained either way.
+    If a setting below `overlap` can't work, it is resolved as if it had been left open, to show what would run instead.
+    Raises ValueError for what can't be explained either way.
     """
     try:
         return resolve_for_plan(config, origins), ""
@@ -97,7 +97,7 @@ def settle(config: Config, origins: dict[str, str]) -> tuple[Settings, str]:
 
 
 def with_traces(found: Explanation, settings: Settings, paths: tuple[str, ...], origins: dict[str, str]) -> Explanation:
-    """The explanation with what traces of the run show. Raises ValueError if their ops have other work to do."""
+    """The explanation with what traces of the run show. Raises ValueError if the traced run's sizes differ."""
     traces = load(trace_files(paths))
     for name, here, there in other_work(settings, traces[0]):
         origin = origins.get(name) or origins.get("", "")

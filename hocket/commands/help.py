@@ -1,4 +1,4 @@
-"""`hocket help SETTING`: a setting, or a section of settings. `hocket recipes`: what there is to train."""
+"""`hocket help SETTING`: a setting, or a section of settings. `hocket recipes`: recipes and presets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hocket.typed import describe
 
 
 def run(words: list[str]) -> int:
-    """Print what is known of a setting, or of a section of settings."""
+    """Print the description of a setting, or of a section of settings."""
     if not words or words[0] in ("-h", "--help"):
         sections = ", ".join(name for name in docstrings() if name not in types())
         print("\n".join(_wrapped(f"hocket help SETTING, such as train.lr, or a section of settings: {sections}", "")))
@@ -30,7 +30,7 @@ def run(words: list[str]) -> int:
 
 
 def setting(name: str) -> str:
-    """A setting with its type, default and meaning; of a section every setting, and the first sentence on each."""
+    """A setting's type, default and meaning. Of a section, all settings with their first sentences."""
     if name in types():
         kind, default = describe(types()[name]), show(leaf(DEFAULTS, name))
         if bounds := bounds_of(name):

@@ -83,8 +83,8 @@ recompute_modules recompute_granularity !! plan.recompute names parts to do agai
 distribute_saved_activations cpu_offloading optimizer_cpu_offload !! plan.offload names parts that go to the host
 main_grads_dtype main_params_dtype moe_router_dtype !! these are fp32; use_sharp !! no reductions inside switches
 """
-"""Names, for all their values or for one, and a sign: -> a setting of the same value; => settings, for true if the name
-has no value; .. why hocket does not need it; !! what hocket has instead."""
+"""Names in Megatron, each for all values or for one, and a sign. `->` names a setting that takes the value. `=>` gives
+settings, for true if the name has no value. `..`: why hocket does not need it. `!!`: what hocket has instead."""
 
 OFF = ("false", "none", "null", "0")
 AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -92,7 +92,7 @@ NEEDLESS, LACKING, UNKNOWN = "NOT NEEDED", "NO COUNTERPART", "NOT KNOWN"
 
 
 def pairs(text: str) -> list[tuple[str, list[str]]]:
-    """Flags and keys with values. A word before all of them is a name, too. Raises ValueError."""
+    """Flags and keys with their values. The first word is always a name. Raises ValueError."""
     try:
         words = shlex.split(re.sub(r"\s*=\s*", "=", text.replace("\\\n", " ")))
     except ValueError as error:
@@ -108,7 +108,7 @@ def pairs(text: str) -> list[tuple[str, list[str]]]:
 
 
 def table(given: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Name, or name=value -> sign and what follows it; a few rows are others beside what else is given."""
+    """Name, or name=value -> sign and the rest of the row. A few rows depend on other given flags."""
     found = dict[str, tuple[str, str]]()
     for row in re.split("; |\n", TABLE.strip()):
         names, sign, said = re.split(r" (->|=>|\.\.|!!) ", row)
@@ -126,10 +126,10 @@ def table(given: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 
 class Translation:
-    """hocket's settings, each with its value and what it comes from; and what gave none, by why."""
+    """hocket's settings, each with its value and the flag that set it; and the flags that set none, by reason."""
 
     def __init__(self, text: str, gpus: int = 0) -> None:
-        """Raises ValueError, with a line for each, for values that cannot be, and names that contradict each other."""
+        """Raises ValueError for impossible values and for contradicting flags, with a line for each."""
         self.settings, self.notes = dict[str, tuple[Any, str]](), dict[str, list[str]]()
         self._problems, given, sources = list[str](), dict[str, str](), dict[str, str]()
         for name, words in pairs(text):
@@ -148,7 +148,7 @@ class Translation:
         stop_if(self._problems)
 
     def _look_up(self, known: Mapping[str, tuple[str, str]], key: str, value: str, source: str) -> None:
-        """Take one value of a name."""
+        """Translate one value of a flag."""
         sign, said = known.get(f"{key}={value}") or known.get(key) or ("", "")
         if sign in ("->", "=>") and "$" not in value:
             for setting, _, its in (each.partition("=") for each in said.split()):
@@ -166,7 +166,7 @@ class Translation:
             self.notes.setdefault(UNKNOWN, []).append(f"{source}: did you mean {close}?" if close else source)
 
     def _put(self, setting: str, value: str, source: str) -> None:
-        """Set a setting; those that are lists add up."""
+        """Set a setting; values of list settings are combined."""
         hint = types()[setting]
         choices = {"true": "on", "false": "off"} if "on" in get_args(hint) else {}
         try:
@@ -187,7 +187,7 @@ class Translation:
             self._problems.append(f"{source} (Megatron): {why}; fix: leave one of them out")
 
     def _derive(self, given: Mapping[str, str], gpus: int) -> None:
-        """What follows from several numbers, and what Megatron-LM does where nothing is given, and hocket does not."""
+        """Derive settings from several flags, and add Megatron-LM's defaults where hocket's differ."""
         numbers = [int(given[name]) for name in AXES if given.get(name, "").isdecimal()]
         others = max(math.prod(numbers), 1)
         if gpus and not gpus % others:
@@ -203,7 +203,7 @@ class Translation:
             self.settings.setdefault("precision.wire", ("fp32", "(no --grad-reduce-in-bf16)"))
 
     def __str__(self) -> str:
-        """TOML, and the rest as comments."""
+        """The settings as TOML, and the notes as comments."""
         lines = ["# Megatron's settings in hocket's words. hocket explain FILE.toml --recipe NAME adds a model.\n"]
         found = sorted(self.settings.items())
         lines += [f"{setting} = {json.dumps(value)}  # {show(source)}" for setting, (value, source) in found]

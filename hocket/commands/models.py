@@ -15,7 +15,7 @@ from hocket.config import BYTE_VOCAB, BYTES, Config, DataConfig, ModelConfig, Pr
 from hocket.config.load import given
 from hocket.config.load import written as toml_of
 from hocket.config.rule import Host, problem, show
-from hocket.config.schema import changed, flat, impossible, types, unseen
+from hocket.config.schema import changed, flat, impossible, types, unprintable
 from hocket.model.tokenizer import FILE, ends_of, known_tokenizer, load_tokenizer, tokenizer_file
 from hocket.problems import stop_if
 from hocket.rules import broken, rule_lines
@@ -53,7 +53,7 @@ def run_generate(words: list[str]) -> int:
     from hocket.model.transformer import generate
 
     device = device_of(options.device)
-    with _named(f"generate {options.model}", _WHOLE):
+    with _named(f"generate {options.model}", _LOADABLE):
         config, value, data, stored = opened(Path(options.model))
         _require_sound(config, device)
         if data.tokenizer != BYTES and not (file := tokenizer_file(data.tokenizer)).exists():
@@ -63,19 +63,19 @@ def run_generate(words: list[str]) -> int:
     if not prompt:
         raise _wrong("prompt", options.prompt, "has no token", "a text")
     ends = stored.ends if stored else ends_of(Path(options.model)) or [tokenizer.separator]
-    with _named(f"generate {options.model}", _WHOLE):
+    with _named(f"generate {options.model}", _LOADABLE):
         model = filled(config, value, device)
     tokens = generate(model, prompt, options.tokens, ends, options.seed, options.temperature)
     print(options.prompt + tokenizer.decode(list(tokens)))
     return 0
 
 
-_WHOLE = "a run with a whole checkpoint, or a folder of a family that hocket computes"
+_LOADABLE = "a run with a whole checkpoint, or a folder of a family that hocket computes"
 
 
 @contextmanager
 def _named(what: str, fix: str) -> Iterator[None]:
-    """Inside, errors of files name the command, and say a fix if they have none."""
+    """Errors from files inside this context name the command, and get `fix` if they have none."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -84,7 +84,7 @@ def _named(what: str, fix: str) -> Iterator[None]:
 
 
 def device_of(asked: str) -> str:
-    """Where to compute. Raises ValueError for a GPU that is not there."""
+    """The device to compute on. Raises ValueError for `cuda` without a GPU."""
     import torch
 
     if asked == "cuda" and not torch.cuda.is_available():
@@ -99,7 +99,7 @@ def _wrong(name: str, value: Any, reason: str, fix: str) -> ValueError:
 def opened(
     folder: Path,
 ) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]], Tensor], DataConfig, StoredModel | None]:
-    """A model's settings, its parameters by name and whole shape, the settings of its text, and a run's checkpoint."""
+    """A model's settings, a getter of parameters by name and full shape, its data settings, and a run's checkpoint."""
     from hocket.model.source import whole_shapes
     from hocket.pretrained.weights import PretrainedFolder
     from hocket.train.checkpoint import newest_of
@@ -110,7 +110,7 @@ def opened(
         published.check(whole_shapes(published.model))
         stored, model, value = None, published.model, published.value
         data = DataConfig(tokenizer=str(folder))
-        if model.vocab == BYTE_VOCAB and not tokenizer_file(data.tokenizer).exists():  # hocket export writes such ones
+        if model.vocab == BYTE_VOCAB and not tokenizer_file(data.tokenizer).exists():  # written by hocket export
             print(f"note: {folder} has {BYTE_VOCAB} tokens and no tokenizer: a token is a byte", file=sys.stderr)
             template = folder / TEMPLATE
             data = DataConfig(tokenizer=BYTES, chat_template=str(template) if template.exists() else "")
@@ -121,7 +121,7 @@ def opened(
 
 
 def _require_sound(model: ModelConfig, device: str) -> None:
-    """Raise ValueError for a model that no run computes here, by the rules of runs."""
+    """Raise ValueError for a model that no run could compute here, by the rules of runs."""
     config = Config(model=model, precision=PrecisionConfig(compute="bf16" if device == "cuda" else "fp32"))
     about = [
         rule
@@ -132,7 +132,7 @@ def _require_sound(model: ModelConfig, device: str) -> None:
 
 
 def filled(config: ModelConfig, value: Callable[[str, tuple[int, ...]], Tensor], device: str) -> Chunk:
-    """The whole model with its weights, one parameter at a time."""
+    """The whole model with its weights, which are loaded one parameter at a time."""
     import torch
 
     from hocket.model.source import init_biases
@@ -165,7 +165,7 @@ hocket eval tells the loss of each, too.
   --train.sequences              sequences that are computed together, by default 1
   --train.device                 auto takes a GPU if there is one. On a CPU weights are fp32, on a GPU bf16"""
 UNREAD = ("data.validation",)
-"""Settings of text for training alone."""
+"""Data settings that have no effect on an evaluation."""
 
 
 def run_eval(words: list[str]) -> int:
@@ -179,12 +179,12 @@ def run_eval(words: list[str]) -> int:
     from hocket.train.corpus import open_corpus
     from hocket.train.sources import read_sources
 
-    with _named(f"eval {model}", _WHOLE):
+    with _named(f"eval {model}", _LOADABLE):
         sizes, value, read, *_ = opened(Path(model))
     if (Path(model) / "config.json").exists():
         read = replace(read, packing="on", sequence_length=1024)
     config, origins = configured(Config(model=sizes, data=replace(read, paths=())), flags)
-    with _named(f"eval {model}", _WHOLE):
+    with _named(f"eval {model}", _LOADABLE):
         chunk = filled(sizes, value, device_of(config.train.device))
     found = list[tuple[float, int]]()
     for source in read_sources(config.data, origins):
@@ -204,7 +204,7 @@ def run_eval(words: list[str]) -> int:
 
 
 def configured(config: Config, flags: list[str]) -> tuple[Config, dict[str, str]]:
-    """The settings with those of the command line. Raises ValueError for flags that mean nothing here."""
+    """The settings, with the flags applied. Raises ValueError for flags that don't apply to an evaluation."""
     found = given(flags, config, {})
     origins, problems = found.origins, found.problems
     read = {name for name in types() if name.startswith("data.") and name not in UNREAD}
@@ -225,7 +225,7 @@ def _line(name: str, total: float, count: int) -> str:
 
 
 def _streams(corpus: Corpus, data: DataConfig) -> Iterator[Stream]:
-    """All sequences of a text, and where sequences are cut from it what is left after the last one."""
+    """All sequences of a text. Unless they are packed by best fit, the remainder after the last one comes as well."""
     from hocket.train.corpus import Split
     from hocket.train.data import Stream
 
@@ -243,7 +243,7 @@ def _streams(corpus: Corpus, data: DataConfig) -> Iterator[Stream]:
 
 
 def _loss(chunk: Chunk, corpus: Corpus, data: DataConfig, together: int) -> tuple[float, int]:
-    """The sum of losses over a text's learnt tokens, and their number."""
+    """The summed loss over the learnt tokens of a text, and their number."""
     import torch
 
     from hocket.kernels import IGNORED
@@ -263,7 +263,7 @@ def _loss(chunk: Chunk, corpus: Corpus, data: DataConfig, together: int) -> tupl
     return total, learnt
 
 
-# -- `hocket export`: a run's model as Hugging Face has it -------------------------------------------------------------
+# -- `hocket export`: a run's model in Hugging Face's format ----------------------------------------------------------
 
 
 EXPORT = Parser("export", "Write the newest checkpoint of a run, or one that is named, as config.json and safetensors.")
@@ -290,7 +290,7 @@ def run_export(words: list[str]) -> int:
     return 0
 
 
-# -- `hocket import`: the settings of a model that Hugging Face has ----------------------------------------------------
+# -- `hocket import`: the settings of a model in Hugging Face's format -------------------------------------------------
 
 IMPORT = Parser(
     "import",
@@ -305,14 +305,14 @@ IMPORT.add_argument(
 
 
 def run_import(words: list[str]) -> int:
-    """Check a folder, and write a file of settings. Returns the exit code."""
+    """Check a folder, and write a settings file. Returns the exit code."""
     options = IMPORT.read(words)
     folder, target, eos = str(Path(options.folder).absolute()), options.target, options.eos
     if not target.endswith(".toml"):
         raise ValueError(f"{target} (command line): not a TOML file; fix: hocket import DIR FILE.toml")
     if Path(target).exists():
         raise ValueError(f"{target} (command line): is there already; fix: another name, or remove it")
-    if unseen(folder):
+    if unprintable(folder):
         raise ValueError(f"{show(folder)} (command line): has a character that cannot be shown; fix: rename the folder")
     from hocket.model.source import open_weights  # imports torch
     from hocket.pretrained.families import model_of, read_config
@@ -332,7 +332,7 @@ def run_import(words: list[str]) -> int:
 
 
 def _data(folder: str, model: ModelConfig, eos: str) -> tuple[dict[str, str], str]:
-    """Settings of the folder's tokenizer, and a remark if it has none. Raises ValueError if no token ends a text."""
+    """Settings of the folder's tokenizer, and a note if it has none. Raises ValueError without an end-of-text token."""
     tokenizer = tokenizer_file(folder)
     if tokenizer.exists():
         data = DataConfig(tokenizer=str(tokenizer), eos=eos)
@@ -345,7 +345,7 @@ def _data(folder: str, model: ModelConfig, eos: str) -> tuple[dict[str, str], st
 
 
 def _toml(folder: str, family: str, model: ModelConfig, data: dict[str, str]) -> str:
-    """A file of settings."""
+    """The text of a settings file."""
     default = flat(asdict(ModelConfig()))
     said = {name: value for name, value in flat(asdict(model)).items() if value != default[name]}
     settings = {f"model.{name}": value for name, value in {**said, "weights": folder}.items()}

@@ -1,4 +1,4 @@
-"""A recipe from the command line: `NAME --setting value ...`, for every command that takes one."""
+"""Arguments of all commands that take a recipe: `NAME --setting value ...`."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ Options = TypeVar("Options", bound=RecipeOptions)
 def parse(kind: type[Options], command: str, words: list[str]) -> tuple[Options, dict[str, str]]:
     """The options of `hocket COMMAND RECIPE --setting value ...`, and where each setting came from.
 
-    `words` are what follows the command; in place of the recipe there may be a TOML file. Raises ValueError for what
-    the user can mend.
+    `words` are the arguments after the command. A TOML file may replace the recipe. Raises ValueError for user errors.
     """
     if words and words[0] in ("-h", "--help"):
         words = ["tiny", *words]
@@ -57,7 +56,7 @@ def parse(kind: type[Options], command: str, words: list[str]) -> tuple[Options,
     prog = f"hocket {command} {name or early['--recipe']}"
     if {"-h", "--help"} & set(flags):
         stop_if(start.problems)
-        _unbreak(kind)
+        _join_docstrings(kind)
         pairs_off, default = (tyro.conf.FlagCreatePairsOff,), kind(config=start.config)
         tyro.cli(kind, args=flags, default=default, prog=prog, use_underscores=True, config=pairs_off)  # prints, exits
     fields = {field.name.rstrip("_"): field.name for field in dataclasses.fields(kind) if field.name != "config"}
@@ -72,13 +71,13 @@ def parse(kind: type[Options], command: str, words: list[str]) -> tuple[Options,
 
 
 class Parser(ArgumentParser):
-    """Reads the words of a command without a recipe."""
+    """Parser of a command without a recipe."""
 
     def __init__(self, command: str, about: str) -> None:
         super().__init__(f"hocket {command}", description=about, allow_abbrev=False)
 
     def read(self, words: Sequence[str]) -> Namespace:
-        """What words say. The value of a flag may begin with dashes. Raises ValueError for what the user can mend."""
+        """The parsed arguments. The value of a flag may begin with dashes. Raises ValueError for user errors."""
         joined, left, seen = list[str](), list(words), set[str]()
         if {"-h", "--help"} & set(words):
             left = ["--help"]
@@ -100,7 +99,7 @@ class Parser(ArgumentParser):
 
 
 def some(word: str) -> str:
-    """A word that is not empty, for a parser."""
+    """A nonempty argument, for a parser."""
     if not word:
         raise ArgumentTypeError("names nothing")
     return word
@@ -118,18 +117,18 @@ def within(kind: Callable[[str], float], least: float, most: float) -> Callable[
     return number
 
 
-def _unbreak(kind: type[Any]) -> None:
-    """Let help break lines by its own width alone: tyro also ends one wherever a docstring does, unless told a text."""
+def _join_docstrings(kind: type[Any]) -> None:
+    """Give tyro each docstring as one line: by default, its help also breaks lines where the docstring does."""
     texts, hints = field_docstrings(kind), get_type_hints(kind)
     for field in dataclasses.fields(kind):
         if field.name in texts:
             field.metadata = MappingProxyType({**field.metadata, "help": texts[field.name]})
         if dataclasses.is_dataclass(hints[field.name]):
-            _unbreak(hints[field.name])
+            _join_docstrings(hints[field.name])
 
 
 def field_docstrings(kind: type[Any]) -> dict[str, str]:
-    """The docstrings below the fields of a dataclass and of those that it extends, each as one line."""
+    """The docstrings of a dataclass's fields, with those of its bases, each as one line."""
     found: dict[str, str] = {}
     for each in reversed([c for c in kind.__mro__ if dataclasses.is_dataclass(c)]):
         (node,) = ast.parse(inspect.getsource(each)).body
@@ -157,14 +156,14 @@ def _documented(section: type[Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def said(words: Sequence[str], config: Config) -> dict[str, Any]:
-    """What words set, by dotted name, on top of a configuration. Raises ValueError for those that set nothing."""
+    """The settings in command-line arguments, by dotted name. Raises ValueError for invalid ones."""
     found = given(words, config, {})
     stop_if(found.problems)
     return found.settings
 
 
 def _spread(options: Options, origins: dict[str, str]) -> Options:
-    """The options on `--gpus` ranks."""
+    """The options, with mesh.dp such that the mesh has `--gpus` ranks."""
     mesh = options.config.mesh
     others = mesh.pp * mesh.cp * mesh.tp
     if "mesh.dp" in origins:
@@ -181,7 +180,7 @@ def _spread(options: Options, origins: dict[str, str]) -> Options:
 
 
 def write(target: str, content: str | bytes) -> None:
-    """Write a file that the user named, and say so. Raises ValueError if that cannot be done."""
+    """Write a file that the user named, and print its name. Raises ValueError on failure."""
     try:
         Path(target).write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:

@@ -94,7 +94,7 @@ def task_of(options: Plan, origins: dict[str, str]) -> tuner.Task:
 
 
 def bytes_of(text: str) -> int:
-    """Bytes that a text such as `80GiB` means. Raises ValueError."""
+    """The bytes in a size such as `80GiB`. Raises ValueError."""
     try:
         size = parse_bytes(text, "memory")
     except ValueError:
@@ -105,7 +105,7 @@ def bytes_of(text: str) -> int:
 
 
 def search(options: Plan, origins: dict[str, str]) -> tuple[str, bool]:
-    """The best plan under the cap, as text or JSON, and whether it keeps to the cap."""
+    """The best plan under the cap, as text or JSON, and whether it fits."""
     if options.svg or options.html:
         raise ValueError("search (command line): draws nothing; fix: leave out --svg and --html, or --search")
     task = task_of(options, origins)
@@ -116,7 +116,7 @@ def search(options: Plan, origins: dict[str, str]) -> tuple[str, bool]:
 
 
 def with_documents(settings: Settings) -> Settings:
-    """Settings with the documents of the first step, to predict with, where their text has been tokenised here."""
+    """The settings with the documents of the first step, if their text has been tokenised here, for the prediction."""
     if not by_documents(settings):
         return settings
     from hocket.train.data import known_documents
@@ -131,10 +131,10 @@ def resolve_for_plan(
     gives_up: bool = False,
     memory: int = 0,
 ) -> Settings:
-    """Settings as on hosts with enough GPUs if the recipe computes in bf16, else as on this machine's CPUs.
+    """Resolve settings for hosts with enough GPUs if the recipe computes in bf16, else for this machine's CPUs.
 
-    A plan can be looked at anywhere, so the GPUs of the run are taken for granted: of the kind that this machine has.
-    Its tokenizer is told of if it is here. `memory` is what a rank can use, in place of that of the GPU.
+    A plan needs no GPU: the run's GPUs are assumed to be of this machine's kind. The tokenizer is used if it is here.
+    `memory` replaces the memory of the GPU that a rank can use.
     """
     host = host_for_plan(config, driver_names())
     host = replace(host, memory=memory or host.memory)

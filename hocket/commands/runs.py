@@ -1,4 +1,4 @@
-"""`hocket runs`: what was trained here, and how far it came."""
+"""`hocket runs`: the runs in folders, with their progress."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ CURVES = {
     "tokens per second": ("tokens_per_second",),
     "learning rate": ("lr",),
 }
-"""Titles of the page's pictures -> names in metrics.jsonl: of a curve, and of a dashed one."""
+"""Titles of the page's charts -> names in metrics.jsonl: of the solid curve, and of the dashed one."""
 PALETTE = ("fwd", "bwd", "wgrad", "a2a", "exposed", "pp", "gather", "reduce")
-"""Names of colours that can be told apart."""
+"""Names of distinguishable colours."""
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _UPPER, _LOWER = 64, 22, 30, 22
 
 
 class Curve(NamedTuple):
-    """Finite values by step, which ascend."""
+    """Finite values and their ascending steps."""
 
     steps: Sequence[float]
     values: Sequence[float]
@@ -75,10 +75,7 @@ def _row(found: Run) -> tuple[str, ...]:
 
 
 def page(folders: Sequence[Path]) -> str:
-    """A page with the curves of runs that needs no other file.
-
-    Raises ValueError for more runs than there are colours, and OSError.
-    """
+    """A self-contained page with the curves of runs. Raises ValueError for more runs than colours, and OSError."""
     if len(folders) > len(PALETTE):
         reason = f"{len(folders)} runs: colours tell {len(PALETTE)} apart"
         raise ValueError(f"{reason}; fix: name the folders of at most {len(PALETTE)} runs")
@@ -101,10 +98,10 @@ def page(folders: Sequence[Path]) -> str:
 
 
 def chart(title: str, curves: Sequence[Curve]) -> str:
-    """A picture with axes that all curves share.
+    """A chart whose curves share axes.
 
-    A column of pixels reaches faintly from the smallest to the largest value of the steps that share it, with the mean
-    in front. So no spike is lost, however long a run is.
+    Of the steps that fall in one column of pixels, a faint line spans the smallest to the largest value, behind a line
+    through the means. Thus no spike is lost, however long a run is.
     """
     drawn = [(np.array(curve.steps, float), np.array(curve.values, float), curve) for curve in curves if curve.values]
     (left, right), (low, high) = _range([x for x, _, _ in drawn]), _range([y for _, y, _ in drawn])
@@ -141,31 +138,31 @@ def chart(title: str, curves: Sequence[Curve]) -> str:
 
 
 def shown(value: float) -> str:
-    """A value of an axis."""
+    """The label of a value on an axis."""
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def _range(values: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Smallest and largest value, further apart if they are one."""
+    """Smallest and largest value, or a range around them if they are equal."""
     low, high = min(float(one.min()) for one in values), max(float(one.max()) for one in values)
     room = (abs(low) or 1.0) * 0.05
     return (low, high) if high > low else (low - room, high + room)
 
 
 def _ticks(low: float, high: float, count: float) -> list[float]:
-    """About `count` round numbers between two."""
+    """About `count` round numbers in a range."""
     step = tick(high - low, max(count, 1.0) * 100)
     return [n * step for n in range(int(np.ceil(low / step)), int(np.floor(high / step)) + 1)]
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
-    """Lines of a run's metrics; the last one may be half written."""
+    """The valid lines of a run's metrics; the last one may be half written."""
     lines = map(json_of, (folder / METRICS).read_bytes().splitlines())
     return [line for line in lines if isinstance(line.get("step"), int)]
 
 
 def _curve(lines: Sequence[Mapping[str, Any]], name: str, color: str = "fwd", dashed: bool = False) -> Curve:
-    """The finite values of a name by step."""
+    """The finite values of a metric by step."""
     points = [(line["step"], line[name]) for line in lines if isinstance(line.get(name), int | float)]
     points = [(step, float(value)) for step, value in points if isfinite(value)]
     return Curve([step for step, _ in points], [value for _, value in points], color, dashed)

@@ -8,7 +8,7 @@ from hocket.commands.options import RecipeOptions, parse
 from hocket.config.schema import changed
 
 PROFILED = 2
-"""Steps that --profile records: enough to see whether they differ, few enough to be read soon."""
+"""Steps that --profile records: enough to compare them, few enough for a small trace."""
 
 
 @dataclass(frozen=True)

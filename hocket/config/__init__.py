@@ -1,8 +1,8 @@
 """All settings, as frozen dataclasses. A run is one `Config`. A recipe is a function that returns a `Config`.
 
-Each section has a file beside this one, with its fields and the rules between them. Of the rules, those that only the
-planner can judge are in `hocket/rules.py`. `rule.py` has what sections are made of, `schema.py` what is known of each
-setting, and `load.py` reads files and flags.
+Each section has its own file in this folder, with its fields and the rules between them. Rules that need the step's
+program are in `hocket/rules.py`. `rule.py` defines the elements of sections, `schema.py` queries settings, and
+`load.py` reads files and flags.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     """Length, batch, optimizer and machinery."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """What the optimizer does with which weights."""
+    """Which weights the optimizer updates, and how."""
     run: RunConfig = field(default_factory=RunConfig)
-    """Name and place."""
+    """Name and folder."""
 
     @property
     def tokens(self) -> int:
@@ -87,5 +87,5 @@ class Config:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of an element of a weight's gradient while it travels."""
+        """Bytes of an element of a weight gradient in communication."""
         return {"bf16": 2, "fp32": 4}.get(self.precision.wire, self.element_bytes)

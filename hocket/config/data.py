@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from hocket.config.rule import FILLED, LONG, Between, Rule
 
 BYTES, BYTE_VOCAB = "bytes", 256
-"""The tokenizer that needs no file, and its number of tokens."""
+"""The tokenizer that needs no file, and its vocabulary size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,43 +16,43 @@ class DataConfig:
     """The text to train on."""
 
     paths: Annotated[tuple[str, ...], FILLED] = ()
-    """Files, folders or patterns of text or tokens, or a TOML file of several sources of text with weights:
-    docs/training.md. Empty: the source of Python's standard library."""
+    """Files, folders or patterns of text or tokens, or a TOML file of several weighted sources: docs/training.md.
+    Empty: the source of Python's standard library."""
     text_key: Annotated[tuple[str, ...], FILLED] = ("text",)
-    """Name of the text, or of the messages of a chat, in a line of JSON or a row of a table. `a.b` is the `b` inside of
-    `a`. Of two names the first is that of a prompt, which precedes the text and is not learnt."""
+    """Key of the text, or of a chat's messages, in a line of JSON or a row of a table. `a.b` is the key `b` inside `a`.
+    With two keys the first is that of a prompt, which precedes the text and is not learnt."""
     skip_empty: bool = False
-    """Leave out rows whose text is null or missing, and say how many. Without it such a row ends the run."""
+    """Skip rows whose text is null or missing, and report how many. Otherwise such a row ends the run."""
     chat_template: str = ""
-    """A file with a template of Jinja that makes text of messages. Empty: that of the tokenizer's folder."""
+    """A Jinja template file that makes text of messages. Empty: the one in the tokenizer's folder."""
     tokenizer: Annotated[str, FILLED] = "bytes"
     """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package, or a folder that has one."""
     eos: str = ""
-    """The token after each document, as the tokenizer writes it. Empty: that of tokenizer_config.json, config.json or
-    generation_config.json beside the tokenizer, or one of a list of common names."""
+    """The token after each document, as the tokenizer writes it. Empty: the one in tokenizer_config.json, config.json
+    or generation_config.json next to the tokenizer, or one of a list of common names."""
     bos: Literal["auto", "on", "off"] = "auto"
-    """Whether documents, other than chats, have the tokenizer's beginning of text before them. auto does what the
-    tokenizer does by default: its post-processor in tokenizer.json."""
+    """Whether documents, except chats, begin with the tokenizer's beginning-of-text token. auto follows the
+    post-processor in tokenizer.json."""
     sequence_length: Annotated[int, Between(1, LONG)] = 128
     """Tokens of one sequence."""
     packing: Literal["off", "on", "best_fit"] = "off"
-    """on keeps documents that share a sequence apart: attention stays inside each document, positions begin anew in
-    each, and no document has to predict the first token of the next. best_fit does too, cuts no document, and fills
-    sequences up with padding. off puts only a separator between documents."""
+    """on separates documents that share a sequence: attention stays inside each document, positions restart in each,
+    and no document predicts the first token of the next. best_fit also cuts no document, and pads sequences. off only
+    puts a separator between documents."""
     validation: Annotated[tuple[float | str, ...], Between(0, 0.9), FILLED] = (0.05,)
-    """Share of the tokens that is kept for validation; or files, folders or patterns of text for it, and then no token
-    of data.paths is kept."""
+    """Share of the tokens that is kept for validation; or files, folders or patterns of validation text, and then all
+    of data.paths is for training."""
     cache: Annotated[str, FILLED] = ".cache/hocket"
     """Folder for tokenised text."""
 
     @property
     def sources(self) -> str:
-        """The file of several sources; empty if there is one."""
+        """The file of several sources; empty if there is one source."""
         return next((path for path in self.paths if path.endswith(".toml") and not {*"*?["} & {*path}), "")
 
     @property
     def names(self) -> tuple[str, str]:
-        """Names of the text and of the prompt; that of the prompt is empty if there is none."""
+        """Keys of the text and of the prompt; the latter is empty if there is none."""
         *prompt, text = self.text_key or ("",)
         return text, next(iter(prompt), "")
 
@@ -63,7 +63,7 @@ class DataConfig:
 
     @property
     def held_out(self) -> tuple[str, ...]:
-        """What is read for validation alone."""
+        """Files that are only for validation."""
         return tuple(item for item in self.validation if isinstance(item, str))
 
 

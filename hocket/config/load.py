@@ -1,10 +1,10 @@
 """Sources of a configuration: defaults < a preset < a recipe < a TOML file < the command line.
 
-A recipe is a function that returns a whole `Config`. Settings that it leaves at their defaults count as not set. What a
-file and flags say is checked one by one, so that each mistake is one clear line, and all come at once. Help is tyro's.
+A recipe is a function that returns a whole `Config`. Settings that it leaves at their defaults count as not set. Values
+from files and flags are checked one by one: each mistake is one clear line, and all are reported at once.
 
-The standard library's parser of TOML says what a file sets, and not where. So lines are looked up in the text: a name
-that has no line there, such as one inside of braces, has that of its table. The standard library has no writer.
+The standard library's TOML parser gives no line numbers. So lines are searched in the text: a name that is not found,
+such as one inside of braces, gets the line of its table. The standard library has no TOML writer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from hocket.config import Config
 from hocket.config.rule import leaf, problem, show
 from hocket.config.schema import BELOW, DEFAULTS, Implied, changed, meant_setting, no_unit, quoted, types
-from hocket.files import finite
+from hocket.files import regular_file
 from hocket.recipes import preset, recipe
 from hocket.typed import describe, is_a
 
@@ -35,14 +35,14 @@ class Start:
     config: Config
     origins: Mapping[str, str]
     problems: tuple[str, ...] = ()
-    """Mistakes in the file. The configuration lacks the settings with mistakes."""
+    """Mistakes in the file. The configuration leaves their settings out."""
 
 
 def begin(name: str, recipe_flag: str = "", preset_flag: str = "") -> Start:
     """The configuration that a recipe or file names, with what it builds on.
 
     `name` is a recipe, `module:function` or a file; empty if the recipe is given by flag. Raises ValueError for names
-    that do not exist; what is wrong inside a file is returned.
+    that do not exist; mistakes inside a file are returned.
     """
     file = name if is_file(name) else ""
     entries = read(file) if file else []
@@ -72,7 +72,7 @@ def begin(name: str, recipe_flag: str = "", preset_flag: str = "") -> Start:
             found = _settings_of(entry, f"{file}:{entry.line}", problems)
             changes |= found
             origins |= dict.fromkeys(found, f"{file}:{entry.line}")
-    if file and "run.name" not in changes:  # two files that build on one recipe are two runs
+    if file and "run.name" not in changes:  # two files based on one recipe are two runs
         changes["run.name"] = Path(file).stem
     return Start(config=changed(config, changes), origins=origins, problems=tuple(problems))
 
@@ -83,14 +83,14 @@ def is_file(name: str) -> bool:
 
 
 def _named(entry: Entry | None, flag: str, file: str) -> tuple[str, str]:
-    """A recipe's or preset's name and where that was said; the command line comes before the file."""
+    """A recipe's or preset's name, and where it was named; the command line takes precedence over the file."""
     if flag:
         return flag, "command line"
     return (entry.value, f"{file}:{entry.line}") if entry and isinstance(entry.value, str) else ("", "")
 
 
 def _with_preset(base: Config, name: str, where: str, recipe_text: str) -> tuple[Config, dict[str, str]]:
-    """A recipe's configuration with a preset below it, and the origins that this gives."""
+    """A recipe's configuration on top of a preset, and the resulting origins."""
     if not name:
         return base, {}
     changes, origins = {}, dict[str, str]()
@@ -108,7 +108,7 @@ def _with_preset(base: Config, name: str, where: str, recipe_text: str) -> tuple
 
 
 def _settings_of(entry: Entry, where: str, problems: list[str]) -> dict[str, Any]:
-    """What a key sets; what is wrong with it is added to `problems`."""
+    """The settings of a key; mistakes are added to `problems`."""
     name, value = entry.name, entry.value
     if inside := [each.removeprefix(f"{name}.") for each in types() if each.startswith(f"{name}.")]:
         if isinstance(value, dict):
@@ -134,7 +134,7 @@ def _settings_of(entry: Entry, where: str, problems: list[str]) -> dict[str, Any
 
 
 def as_setting(value: Any, hint: Any) -> Any:
-    """A value of TOML as settings of a type have it: arrays are tuples, and so is what may be the only item of one."""
+    """Convert a TOML value to a setting's type: arrays become tuples, and so does a single item for a tuple."""
     if isinstance(value, list):
         return tuple(value)
     return (value,) if get_origin(hint) is tuple and is_a((value,), hint) else value
@@ -147,7 +147,7 @@ def _unknown(name: str, where: str, dashes: str, known: Sequence[str]) -> str:
 
 
 def _give(shown: str, hint: Any, value: object, toml: bool = False) -> str:
-    """What to give in place of something that has not the type of a setting; `value` has it. In a file, or as words."""
+    """What to give instead of a value of the wrong type, in a file or as words. `value` is an example."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     options = [str(option) for kind in kinds if get_origin(kind) is Literal for option in get_args(kind)]
     if close := difflib.get_close_matches(shown, options, n=1):
@@ -166,20 +166,20 @@ def _give(shown: str, hint: Any, value: object, toml: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Given:
-    """What the words of a command line say."""
+    """The parsed words of a command line."""
 
     settings: dict[str, Any]
-    """By dotted name."""
+    """Values by dotted name."""
     options: dict[str, Any]
-    """The values of flags of the command itself."""
+    """Values of the command's own flags."""
     origins: dict[str, str]
-    """Where each setting was given, also one whose value is wrong."""
+    """Where each setting was given, also if its value is wrong."""
     problems: list[str]
-    """Unknown flags, flags given twice with different values, wrong values, words that belong to no flag."""
+    """Unknown flags, flags given twice with different values, wrong values, words without a flag."""
 
 
 def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -> Given:
-    """What command-line arguments say. `others` are flags of the command itself with their types (bool: no value)."""
+    """Parse command-line arguments. `others` are the command's own flags with their types (bool: no value)."""
     known = types()
     found = Given({}, {}, {}, [])
     problems, seen = found.problems, dict[str, list[str]]()
@@ -217,7 +217,7 @@ def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -
 
 
 def split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
-    """Cut arguments into (flag, its values)."""
+    """Split arguments into (flag, its values)."""
     cut: list[tuple[str, list[str]]] = []
     for word in arguments:
         if word.startswith("--"):
@@ -245,9 +245,9 @@ def _parses(words: Sequence[str], hint: Any) -> bool:
 
 
 def value_of(words: Sequence[str], hint: Any) -> Any:
-    """The value of a type that the words after a flag are; of a union, that of its first type that they fit.
+    """The value that the words after a flag have, by its type; for a union, by the first type that they fit.
 
-    Raises ValueError if they are none.
+    Raises ValueError if they fit none.
     """
     args = get_args(hint)
     if get_origin(hint) is tuple:
@@ -258,7 +258,7 @@ def value_of(words: Sequence[str], hint: Any) -> Any:
         return value_of(words, next((kind for kind in args if _parses(words, kind)), args[0]))
     (word,) = words
     if hint is bool:
-        word = word.capitalize()  # as TOML has it, too
+        word = word.capitalize()  # TOML's spelling works too
     if get_origin(hint) is Literal or hint is bool:
         options = {str(option): option for option in args or (True, False)}
         if word not in options:
@@ -270,7 +270,7 @@ def value_of(words: Sequence[str], hint: Any) -> Any:
 # -- TOML: settings from a file, each with its line, and settings as a file --------------------------------------------
 
 MOST_KEYS = 1000
-"""Of a file; there are not as many settings, and a suggestion for every misspelt one takes time."""
+"""Most keys of a file: there are fewer settings, and suggestions for misspelt ones take time."""
 _TABLE = re.compile(r"\s*\[+\s*([^\[\]=#]+?)\s*\]")
 _KEY = re.compile(r"\s*([\w.\s\"'-]+?)\s*=")
 
@@ -280,18 +280,18 @@ class Entry:
     """One key of a file."""
 
     name: str
-    """Dotted, with the tables it is in."""
+    """Dotted, with its tables."""
     value: Any
-    """A dictionary for a table that is written in braces, or is empty."""
+    """A dictionary for an inline or empty table."""
     line: int
     """Counted from 1."""
 
 
 def read(path: str) -> list[Entry]:
-    """The keys of a file in their order. Raises ValueError for a file that cannot be read."""
+    """The keys of a file, in order. Raises ValueError for a file that cannot be read."""
     text = ""
     try:
-        text = finite(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        text = regular_file(path).read_text(encoding="utf-8-sig")  # some editors write a byte order mark
         tree = tomllib.loads(text)
     except OSError as error:
         reason = error.strerror or "cannot be read"
@@ -325,10 +325,10 @@ def _entries(
 
 
 def lines_of(text: str) -> dict[str, tuple[int, bool]]:
-    """Name -> (line, whether it is a key, not the head of a table) of all that looks like either, the first of each."""
+    """Name -> (line, whether it is a key rather than a table header), for the first occurrence of each."""
     found: dict[str, tuple[int, bool]] = {}
     table = ""
-    for number, line in enumerate(text.split("\n"), start=1):  # TOML has no other ends of lines
+    for number, line in enumerate(text.split("\n"), start=1):  # TOML has no other line ends
         if head := _TABLE.match(line):
             table = _plain(head[1])
             found.setdefault(table, (number, False))
@@ -344,7 +344,7 @@ def _plain(name: str) -> str:
 
 
 def _not_toml(path: str, message: str, last: int) -> str:
-    """What is wrong with a file whose last line has the number `last`."""
+    """The message about invalid TOML in a file of `last` lines."""
     place = re.search(r" ?\(at (?:line (\d+), column \d+|end of document)\)", message)
     reason = message[: place.start()] if place else message
     line = f":{place[1] or last}" if place else ""
@@ -353,12 +353,12 @@ def _not_toml(path: str, message: str, last: int) -> str:
 
 
 def written(title: str, settings: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> str:
-    """A file of settings by dotted name, below `title` as a comment; after each the comment that `sources` has for it.
+    """A TOML file of settings by dotted name, with `title` as a comment, and comments from `sources` after settings.
 
-    The only writer of TOML: whatever title, texts and comments hold, the file sets these settings and no others. Raises
-    ValueError for a text that no file of UTF-8 can hold.
+    The only TOML writer: whatever title, texts and comments contain, the file sets these settings and no others. Raises
+    ValueError for text that UTF-8 cannot encode.
     """
-    tables: dict[str, list[str]] = {"": []}  # what is in no table comes before all tables
+    tables: dict[str, list[str]] = {"": []}  # keys without a table come first
     for setting, value in settings.items():
         table, _, name = setting.rpartition(".")
         after = f"  {_comment(sources[setting])}" if sources and setting in sources else ""
@@ -382,12 +382,12 @@ def _written(value: bool | int | float | str | tuple[Any, ...]) -> str:
         case bool():
             return str(value).lower()
         case int() | float():
-            return repr(value)  # TOML's words for no number and infinity are Python's
+            return repr(value)  # nan and inf have the same names in TOML
         case str():
             try:
                 value.encode()
             except UnicodeEncodeError:
                 raise ValueError(f"{value!a} is no text of UTF-8") from None
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # all else JSON escapes alike
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # other escapes are those of JSON
         case _:
             return "[" + ", ".join(map(_written, value)) + "]"

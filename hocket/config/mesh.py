@@ -1,4 +1,4 @@
-"""Section `mesh`: how ranks are arranged, what their groups are for, and which axes go together."""
+"""Section `mesh`: how ranks are arranged, the purposes of their groups, and which axes can be combined."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from hocket.config.rule import MOST_RANKS, Between, Each, Host, Rule, Words, leaf
 
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-"""Which parts of a model data-parallel ranks shard, from nothing to everything. See docs/fsdp.md, Strategies."""
+"""What data-parallel ranks shard, from nothing to everything. See docs/fsdp.md, Strategies."""
 
 Purpose = Literal[
     "gather_dense",
@@ -24,7 +24,7 @@ Purpose = Literal[
     "pp_bwd",
     "control",
 ]
-"""The use of a process group. Every purpose has groups of its own, so no two lanes share a group."""
+"""The purpose of a process group. Every purpose has its own groups, so no two lanes share a group."""
 
 Steps = list[tuple[int, int]]
 """Ranks as sums of multiples: (how many multiples, of which number) for each. The first varies slowest."""
@@ -41,21 +41,21 @@ class MeshConfig:
     them."""
     cp: Annotated[int, Between(1, MOST_RANKS)] = 1
     """Context-parallel ranks of each data-parallel rank: each has 2 of 2 * cp chunks of every sequence, or with
-    data.packing chunks that go by documents. Layers gather keys and values of the other chunks before attention."""
+    data.packing chunks balanced by documents. Layers gather keys and values of the other chunks before attention."""
     ep: Annotated[int, Between(1, MOST_RANKS)] = 1
     """Expert-parallel ranks: neighbours among the dp * cp * tp ranks of a pipeline rank, whose tokens all differ.
     Expert weights are sharded over the remaining dp * cp * tp / ep ranks."""
     tp: Annotated[int, Between(1, MOST_RANKS)] = 1
     """Tensor-parallel ranks of each context-parallel rank. They share its tokens, heads, MLP columns and vocabulary."""
     shard: Annotated[int, Between(0, MOST_RANKS)] = 0
-    """Neighbours among the dp * cp ranks that share one copy of the weights; 0 means all of them. ep divides shard *
-    tp. If it is less than dp * cp, there are dp * cp / shard replicas (HSDP). Gathers and reduces then stay among shard
-    ranks, such as those of a host. A step sums its gradients over the replicas once, after the last microbatch's
-    reduces."""
+    """Consecutive ranks among the dp * cp ranks that share one copy of the weights; 0 means all of them. ep divides
+    shard * tp. If it is less than dp * cp, there are dp * cp / shard replicas (HSDP). Gathers and reduces then stay
+    among shard ranks, such as those of a host. A step sums its gradients over the replicas once, after the last
+    microbatch's reduces."""
 
     @property
     def data(self) -> int:
-        """Ranks of a pipeline rank whose tokens all differ, over which weights are sharded."""
+        """Ranks of a pipeline rank that have different tokens, and shard the weights."""
         return self.dp * self.cp
 
     @property
@@ -69,10 +69,10 @@ class MeshConfig:
         return self.pp * self.data * self.tp
 
     def grid(self, purpose: Purpose) -> tuple[Steps, Steps]:
-        """The groups for a purpose: (members of a group, counted from its first; first members of all groups).
+        """The groups for a purpose: (members of a group, relative to its first; first members of all groups).
 
-        Pipeline groups join neighbours. This leaves out the groups that join the last rank with the first, and the
-        groups after a turn: see `Mesh.groups`.
+        Pipeline groups are pairs of neighbours. The pair of the last rank and the first, and the groups of a V order,
+        are not included: see `Mesh.groups`.
         """
         row, shard, replicas = self.data * self.tp, (self.shard or self.data) * self.tp, self.replicas
         match purpose:
@@ -99,12 +99,12 @@ class MeshConfig:
 
 
 RANKS_OF_A_CORE = 8
-"""Most ranks that hocket starts for each CPU core where they compute on CPUs: they take turns, and each has memory of
-its own. Those of torchrun and Slurm are there already."""
+"""Most ranks per CPU core that hocket starts if they compute on CPUs: they share the core, and each has its own memory.
+Ranks started by torchrun and Slurm are not limited."""
 
 
 def _uneven(c: Any, h: Host, it: str) -> bool:
-    """Whether tensor-parallel ranks cannot have as much each of what a layer has so many of."""
+    """Whether a size of the model cannot be divided evenly among tensor-parallel ranks."""
     there = {"model.ffn": "dense" in c.model.kinds(), "model.delta_key_heads": any(c.model.deltas())}
     return there.get(it, True) and leaf(c, it) % c.mesh.tp != 0
 

@@ -1,4 +1,4 @@
-"""Section `model`: a decoder transformer, what goes together in one, and its first values."""
+"""Section `model`: a decoder transformer, which of its features can be combined, and its initial weights."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ YARN = OnlyWith("model.rope.kind = yarn")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary positions beyond their base, `model.rope_theta`."""
+    """Rotary positions, apart from their base `model.rope_theta`."""
 
     kind: RopeKind = "default"
-    """How the angles of a model that was trained on short sequences are made smaller for long ones. default: not at
-    all. linear: all alike. llama3 and yarn: slow pairs alone, as Llama 3.1 and Peng et al. 2023 (YaRN) have it."""
+    """How angles are scaled down for sequences longer than those of the original training. default: not at all. linear:
+    all alike. llama3 and yarn: only slow pairs, as in Llama 3.1 and in Peng et al. 2023 (YaRN)."""
     width: Annotated[int, Between(0, MANY)] = 0
-    """Elements of each head that rotate, from its first one on. The others have no position. 0 means all."""
+    """Elements of each head that rotate, from the first. The others have no position. 0 means all."""
     without: Annotated[tuple[int, ...], Between(0)] = ()
-    """Numbers of the layers whose queries and keys do not rotate."""
+    """Layers, by number, whose queries and keys do not rotate."""
     plain_windows: Annotated[
         bool, OnlyWith("model.rope.kind other than default", idle=(False,)), OnlyWith("a window", idle=(False,))
     ] = False
     """Whether layers with a window keep their angles, whatever `kind` is."""
     factor: Annotated[float, Between(1, 1e6), OnlyWith("model.rope.kind = linear or llama3 or yarn")] = 1.0
-    """Divisor of the angles that are made smaller. Of linear, llama3 and yarn."""
+    """For linear, llama3 and yarn: divisor of the scaled angles."""
     original_positions: Annotated[int, Between(0, LONG), OnlyWith("model.rope.kind = llama3 or yarn")] = 0
-    """Positions of the model before its angles were made smaller. llama3 and yarn need it."""
+    """For llama3 and yarn, which need it: positions of the model before its angles were scaled."""
     low_frequency: Annotated[float, Between(1e-6, 1e6), OnlyWith("model.rope.kind = llama3")] = 1.0
-    """Of llama3: pairs that turn fewer times than this in the original positions have all of the factor."""
+    """For llama3: pairs that turn fewer times than this in the original positions get the full factor."""
     high_frequency: Annotated[float, Between(1e-6, 1e6), OnlyWith("model.rope.kind = llama3")] = 4.0
-    """Of llama3: pairs that turn more often than this in the original positions keep their angles."""
+    """For llama3: pairs that turn more often than this in the original positions keep their angles."""
     beta_fast: Annotated[float, Between(1e-6, 1e6), YARN] = 32.0
-    """Of yarn: pairs that turn more often than this in the original positions keep their angles."""
+    """For yarn: pairs that turn more often than this in the original positions keep their angles."""
     beta_slow: Annotated[float, Between(1e-6, 1e6), YARN] = 1.0
-    """Of yarn: pairs that turn fewer times than this have all of the factor."""
+    """For yarn: pairs that turn fewer times than this get the full factor."""
     truncate: Annotated[bool, YARN] = True
-    """Of yarn: whether the first and the last pair between the two are rounded to whole numbers."""
+    """For yarn: whether the first and the last pair between the two are rounded to integers."""
     attention_factor: Annotated[float, Between(0, 1e6), YARN] = 0.0
-    """Of yarn: factor on cosines and sines. 0 computes it from `factor`, `mscale` and `mscale_all_dim`."""
+    """For yarn: factor on cosines and sines. 0 computes it from `factor`, `mscale` and `mscale_all_dim`."""
     mscale: Annotated[float, Between(0, 1e6), YARN] = 0.0
-    """Of yarn: weight of ln(factor) in the numerator of that factor, if `mscale_all_dim` is given too."""
+    """For yarn: weight of ln(factor) in the numerator of that factor, if `mscale_all_dim` is given too."""
     mscale_all_dim: Annotated[float, Between(0, 1e6), YARN] = 0.0
-    """Of yarn: weight of ln(factor) in its denominator, if `mscale` is given too."""
+    """For yarn: weight of ln(factor) in its denominator, if `mscale` is given too."""
 
 
 PLAIN = RopeConfig()
@@ -61,7 +61,7 @@ class ModelConfig:
     """Sizes of a decoder transformer. All widths are in elements."""
 
     vocab: Annotated[int, Between(2, LONG)] = 256
-    """Number of tokens."""
+    """Vocabulary size."""
     hidden: Annotated[int, Between(1, WIDE)] = 128
     """Width of the residual stream."""
     layers: Annotated[int, Between(1, 1024)] = 4
@@ -73,27 +73,27 @@ class ModelConfig:
     head_dim: Annotated[int, Between(2, MANY), OnlyWith("model.kv_lora_rank = 0")] = 32
     """Width of one head."""
     kv_lora_rank: Annotated[int, Between(0, WIDE)] = 0
-    """Width of the latent of which multi-head latent attention makes keys and values; 0 means plain attention. With it
-    `heads` have keys and values of their own, `qk_rope_head_dim` + `qk_nope_head_dim` and `v_head_dim` wide."""
+    """Width of the latent for keys and values in multi-head latent attention; 0 means plain attention. With it all
+    `heads` have their own keys and values, `qk_rope_head_dim` + `qk_nope_head_dim` and `v_head_dim` wide."""
     q_lora_rank: Annotated[int, Between(0, WIDE), LATENT] = 0
-    """Width of the latent of which latent attention makes queries; 0 makes them of the hidden state."""
+    """Width of the latent for queries in latent attention; 0 computes them from the hidden state."""
     qk_nope_head_dim: Annotated[int, Between(1, MANY), LATENT] = 128
-    """Elements of each query and key without position. Of latent attention, as the next two."""
+    """Elements of each query and key without position. For latent attention, like the next two."""
     qk_rope_head_dim: Annotated[int, Between(2, MANY), LATENT] = 64
-    """Elements of each query and key that rotate. Those of keys are one for all heads."""
+    """Elements of each query and key that rotate. All heads share those of keys."""
     v_head_dim: Annotated[int, Between(1, MANY), LATENT] = 128
     """Width of each head's values."""
     delta_heads: Annotated[int, Between(0, MANY), OnlyWith("other layers than model.full_layers", idle=(0,))] = 0
-    """Value heads of gated delta nets, a linear attention, which all layers but `full_layers` have in place of
-    attention; 0 means attention everywhere."""
+    """Value heads of gated delta nets, a linear attention that replaces attention in all layers but `full_layers`; 0
+    means attention everywhere."""
     delta_key_heads: Annotated[int, Between(1, MANY), DELTA] = 16
-    """Heads of a delta net's queries and keys; divides `delta_heads`. Of delta nets, as the next three."""
+    """Heads of a delta net's queries and keys; divides `delta_heads`. For delta nets, like the next three."""
     delta_key_dim: Annotated[int, Between(1, MANY), DELTA] = 128
     """Width of a query and of a key."""
     delta_value_dim: Annotated[int, Between(1, MANY), DELTA] = 128
     """Width of a value."""
     delta_conv: Annotated[int, Between(1, MANY), DELTA] = 4
-    """Tokens over which queries, keys and values are convolved, each itself included."""
+    """Tokens over which queries, keys and values are convolved, including the current one."""
     ffn: Annotated[int, Between(1, WIDE), OnlyWith("a dense layer", remark=True)] = 384
     """Width of a dense layer's MLP."""
     dense_layers: Annotated[tuple[int, ...], Between(0), OnlyWith("model.experts above 0", idle=((),))] = ()
@@ -109,27 +109,27 @@ class ModelConfig:
     shared_gate: Annotated[
         bool, OnlyWith("a model with experts", idle=(False,)), OnlyWith("model.shared_ffn above 0", idle=(False,))
     ] = False
-    """The shared expert's output is multiplied by the sigmoid of a product of the token with a vector."""
+    """The shared expert's output is multiplied by the sigmoid of a dot product of the token and a vector."""
     router: Annotated[Literal["softmax", "sigmoid"], EXPERTS] = "softmax"
     """How router logits become scores."""
     routing: Annotated[Literal["learnt", "even"], EXPERTS] = "learnt"
     """How experts are chosen. learnt: by the router's scores. even: an even spread that ignores the scores, to measure
-    with a balanced load. The scores weigh the experts' outputs in both cases."""
+    with a balanced load. The scores weight the experts' outputs in both cases."""
     normalize_top_k: Annotated[bool, EXPERTS] = True
     """Divide the chosen scores by their sum."""
     route_scale: Annotated[float, Between(1e-6, 1e12), EXPERTS] = 1.0
     """Factor on the routing weights."""
     route_groups: Annotated[int, Between(1, MANY), EXPERTS] = 1
-    """Groups of neighbouring experts, all as large. A token chooses experts in `route_top_groups` of them only."""
+    """Equal groups of consecutive experts. A token chooses experts only in `route_top_groups` of them."""
     route_top_groups: Annotated[int, Between(1, MANY), EXPERTS] = 1
     """Groups in which a token chooses experts; 1 of 1 is all of them."""
     route_group_score: Annotated[
         Literal["best", "best_two"], EXPERTS, OnlyWith("model.route_groups above model.route_top_groups")
     ] = "best_two"
     """How groups are chosen. best: by their highest score (DeepSeek-V2). best_two: by the sum of their two highest
-    scores (DeepSeek-V3). Where there are biases, by scores with them."""
+    scores (DeepSeek-V3). Scores include balancing biases."""
     router_bias: Annotated[bool, EXPERTS] = False
-    """A bias of the router's logits, which is trained like a weight."""
+    """A trained bias of the router's logits."""
     expert_bias: Annotated[bool, EXPERTS] = False
     """Biases of both products of every routed expert."""
     aux_loss: Annotated[float, Between(0), EXPERTS] = 0.0
@@ -138,59 +138,59 @@ class ModelConfig:
         Literal["microbatch", "sequence", "batch"], EXPERTS, OnlyWith("model.aux_loss above 0", idle=("microbatch",))
     ] = "microbatch"
     """Tokens over which the load-balancing loss balances: those of a microbatch, of each sequence, or of a whole step,
-    over all microbatches and ranks. The loss over a batch goes by the loads of the step before."""
+    over all microbatches and ranks. The loss over a batch uses the loads of the previous step."""
     z_loss: Annotated[float, Between(0), EXPERTS] = 0.0
     """Coefficient of the router's z-loss, which keeps its logits small."""
     bias_rate: Annotated[float, Between(0), EXPERTS, OnlyWith("model.routing = learnt", remark=True)] = 0.0
-    """Size of one change of the bias that balances the load without a loss; 0 means no bias."""
+    """Change per step of the bias that balances the load without a loss; 0 means no bias."""
     tied: bool = False
-    """The head uses the embedding's weights. Where the two are on two pipeline ranks both have these, and update them
-    alike."""
+    """The head uses the embedding's weights. If the two are on different pipeline ranks, both hold them, and update
+    them alike."""
     swiglu_limit: Annotated[float, Between(0, 1e6)] = 0.0
-    """Above 0 every MLP and expert computes `gate * sigmoid(swiglu_alpha * gate) * (up + 1)`, with gates cut off at
-    this and ups at plus and minus this. 0 computes `silu(gate) * up`."""
+    """Above 0 every MLP and expert computes `gate * sigmoid(swiglu_alpha * gate) * (up + 1)`, with gates clamped from
+    above at this value and ups to plus and minus it. 0 computes `silu(gate) * up`."""
     swiglu_alpha: Annotated[float, Between(1e-6, 1e6), OnlyWith("model.swiglu_limit above 0")] = 1.702
-    """Of SwiGLU with a limit: factor on the gate."""
+    """For SwiGLU with a limit: factor on the gate."""
     window: Annotated[
         int,
         Between(0, LONG),
         OnlyWith("other layers than model.full_layers", idle=(0,)),
         OnlyWith("data.sequence_length above model.window", idle=(0,), remark=True),
     ] = 0
-    """Tokens to which a token attends, itself and those before it. 0 means all before it."""
+    """Number of tokens, up to and including itself, that a token attends to. 0 means all before it."""
     full_layers: Annotated[
         tuple[int, ...], Between(0), OnlyWith("model.window above 0, or model.delta_heads above 0", idle=((),))
     ] = ()
-    """Numbers of the layers that have full attention. The others have a window, or with `delta_heads` a gated delta
-    net. Ignored if there is neither."""
+    """Numbers of the layers with full attention. The others have a window, or with `delta_heads` a gated delta net.
+    Ignored if there is neither."""
     sinks: bool = False
-    """A learnt logit of each query head that takes part in the softmax and has no value."""
+    """A learnt logit of each query head that takes part in the softmax without a value."""
     qk_norm: bool = False
     """RMSNorm on queries and keys."""
     qk_norm_over: Annotated[Literal["head", "whole"], OnlyWith("model.qk_norm = True")] = "head"
-    """What has one norm: each head, with weights that all heads share, or all heads together."""
+    """Scope of one norm: each head, with weights that all heads share, or all heads together."""
     qkv_bias: bool = False
     """Biases of queries, keys and values."""
     o_bias: bool = False
-    """Bias of what attention adds to the residual stream."""
+    """Bias of attention's output projection."""
     attn_gate: bool = False
-    """Attention's output, before it is projected, is multiplied by the sigmoid of a projection of the token."""
+    """Attention's output is multiplied by the sigmoid of a projection of the token, before the output projection."""
     norm_plus_one: bool = False
-    """Norms multiply by 1 + weight, and these weights are 0 at first. That of a delta net's output does not."""
+    """Norms multiply by 1 + weight, with weights that start at 0. The norm of a delta net's output does not."""
     norms: Literal["before", "after"] = "before"
-    """Where the norms of a layer are: before attention and MLP, or after them, on what they add to the stream."""
+    """Position of a layer's norms: before attention and MLP, or after them, on their outputs."""
     rope_theta: Annotated[float, Between(1e-6, 1e12)] = 10000.0
     """Base of the rotary embedding."""
     rope: RopeConfig = PLAIN
-    """What else there is to rotary positions."""
+    """Further settings of rotary positions."""
     norm_eps: Annotated[float, Between(1e-30, 1e30)] = 1e-6
     """Epsilon of RMSNorm."""
     init: Literal["gpt2", "torchtitan"] = "gpt2"
-    """How first values are drawn (docs/models.md). Models wider than a few hundred need torchtitan."""
+    """How initial weights are drawn (docs/models.md). Models wider than a few hundred need torchtitan."""
     init_std: Annotated[float, Between(0)] = 0.02
-    """Standard deviation of the initial weights, where `init` gives no other."""
+    """Standard deviation of the initial weights, unless `init` defines another."""
     weights: str = ""
-    """Folder of Hugging Face whose weights are the first values; `hocket import` sets it. Empty draws them."""
+    """Hugging Face folder of the initial weights; `hocket import` sets it. Empty draws them."""
 
     @property
     def latent(self) -> bool:
@@ -223,7 +223,7 @@ class ModelConfig:
         return tuple(self.delta_heads > 0 and i not in full for i in range(self.layers))
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """Names of the kinds of layers that plans tell apart: `kinds`, and whether there is a window or a delta net."""
+        """The kinds of layers that plans distinguish: `kinds`, and whether there is a window or a delta net."""
         suffixes = [
             "_delta" if delta else "_window" if window else ""
             for delta, window in zip(self.deltas(), self.windows(), strict=True)
@@ -237,9 +237,9 @@ _SHARED = {
     "model.route_groups": "model.experts",
     "mesh.ep": "model.experts",
 }
-"""Setting -> the number that it divides."""
+"""Setting -> the size that it divides."""
 _CHOSEN = {"model.top_k": "model.experts", "model.route_top_groups": "model.route_groups"}
-"""Setting -> the number of those of which so many are chosen."""
+"""Setting -> the size that limits it."""
 
 
 def _uneven(c: Any, h: Host, it: str) -> bool:
@@ -399,15 +399,15 @@ SOURCES = {
 
 
 def spreads(name: str, model: ModelConfig) -> tuple[float, float]:
-    """Standard deviation of a weight; of gate and up stacked in one weight, of each of the two.
+    """Standard deviations of a weight's initial values: for gate and up stacked in one weight, of each of the two.
 
-    With `gpt2` all weights have `init_std`, but for projections onto the residual stream, which have it divided by
+    With `gpt2` all weights have `init_std`, except projections onto the residual stream, which have it divided by
     sqrt(2 * layers). So the stream's variance does not grow with depth.
 
-    With `torchtitan` embeddings have 1. Those much smaller drown in what the first layers add to all tokens alike, and
-    then routers send all tokens to the same experts. The head has hidden ** -0.5, and so has an embedding that is the
-    head too. Layer i, counted from 0, draws `wo`, `w_down`, the up half of `w_gate_up`, and its router with `init_std`
-    / sqrt(2 * (i + 1)). The original also cuts the head's values off at three standard deviations, which this does not.
+    With `torchtitan` embeddings have 1. Much smaller ones are dominated by the first layers' outputs, which are similar
+    for all tokens, and routers then send all tokens to the same experts. The head has hidden ** -0.5, and so has a tied
+    embedding. Layer i, counted from 0, draws `wo`, `w_down`, the up half of `w_gate_up`, and its router with `init_std`
+    / sqrt(2 * (i + 1)). Unlike the original, the head's values are not truncated at three standard deviations.
     """
     std, leaf = model.init_std, name.rsplit(".", 1)[-1]
     if model.init == "gpt2":
@@ -421,7 +421,7 @@ def spreads(name: str, model: ModelConfig) -> tuple[float, float]:
 
 
 def described(model: ModelConfig) -> str:
-    """Where first values come from, for explanations."""
+    """The origin of the initial weights, for explanations."""
     if model.weights:
         return f"no effect: first values are read from {model.weights}"
     outs = ["w_out" if delta else "wo" for delta in model.deltas()]

@@ -10,11 +10,11 @@ from hocket.sizes import parse_rate, parse_time
 
 
 def link_of(text: str) -> None:
-    """Raise ValueError for a text that is no rate, and no rate and time."""
-    rate, comma, late = text.partition(",")
+    """Raise ValueError for a text that is neither a rate nor a rate and a time."""
+    rate, comma, latency = text.partition(",")
     parse_rate(rate)
     if comma:
-        parse_time(late)
+        parse_time(latency)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,20 +22,20 @@ class NetworkConfig:
     """The network between hosts that predictions, and the choices made by them, assume."""
 
     ranks_per_host: Annotated[int | Literal["auto"], Between(1, MOST_RANKS)] = "auto"
-    """Ranks on each host. Every host has as many, and they have consecutive numbers. auto is the number that torchrun
-    or Slurm started on this host, and all ranks if hocket starts them itself. hocket plan assumes 8 on GPUs, or the
-    largest number below 8 that divides the ranks."""
+    """Ranks on each host, with consecutive numbers. auto is the number that torchrun or Slurm started on this host, and
+    all ranks if hocket starts them itself. hocket plan assumes 8 on GPUs, or the largest number below 8 that divides
+    the ranks."""
     link: Annotated[str, Form(link_of, "50GB/s, or 50GB/s,10us"), OnlyWith("several hosts", remark=True)] = "auto"
-    """Rate at which a rank sends to other hosts, and receives at the same time, such as 50GB/s or 400Gb/s, and after a
-    comma, if it is known, the time that a message to another host takes beyond one to a rank of the same host. The rate
-    is the rank's share of the adapters, as NCCL reaches it. auto is 48GB/s,10us: one adapter of 400 Gb/s for each rank,
-    and what NCCL reckons with on InfiniBand."""
+    """Rate at which a rank sends to other hosts, and receives at the same time, such as 50GB/s or 400Gb/s. After a
+    comma, optionally, the additional latency of a message to another host. The rate is the rank's share of the
+    adapters, as NCCL reaches it. auto is 48GB/s,10us: one adapter of 400 Gb/s per rank, and NCCL's own estimate for
+    InfiniBand."""
 
     @property
     def adapter(self) -> tuple[str, str]:
-        """Rate and time of `link`, as texts; empty where it does not say."""
-        rate, _, late = ("" if self.link == "auto" else self.link).partition(",")
-        return rate, late
+        """Rate and latency of `link`, as texts; empty if unspecified."""
+        rate, _, latency = ("" if self.link == "auto" else self.link).partition(",")
+        return rate, latency
 
     @property
     def given(self) -> int:

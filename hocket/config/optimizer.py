@@ -1,4 +1,4 @@
-"""Section `optimizer`: what the optimizer does with which weights, by name and by shape in the whole model."""
+"""Section `optimizer`: which weights the optimizer updates, and how, by name and by shape in the whole model."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from hocket.config.rule import Between, OnlyWith, Rule, problem
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """What the optimizer does with which weights."""
+    """Which weights the optimizer updates, and how."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """What updates weights. muon updates the matrices of layers, those of routers and of each expert among them, and
-    AdamW the rest: embedding, head, vectors, and what `adamw` names."""
+    """The optimizer. muon updates the matrices of layers, including those of routers and of each expert, and AdamW the
+    rest: embedding, head, vectors, and the weights that `adamw` names."""
     adamw: Annotated[tuple[str, ...], OnlyWith("optimizer.name = muon")] = ()
-    """Of muon: names of further weights that AdamW updates, in patterns as those of `no_decay`."""
+    """For muon: patterns of names, as in `no_decay`, of further weights that AdamW updates."""
     scale: Annotated[Literal["match_rms_adamw", "original"], OnlyWith("optimizer.name = muon")] = "match_rms_adamw"
-    """Of muon: factor of the learning rate by a matrix's shape. match_rms_adamw makes updates as large as those of
-    AdamW: 0.2 times the root of its longer side. original: the root of rows by columns, at least 1."""
+    """For muon: learning-rate factor by a matrix's shape. match_rms_adamw makes updates as large as those of AdamW:
+    0.2 times the root of the longer side. original: the root of rows / columns, at least 1."""
     no_decay: tuple[str, ...] = ()
-    """Names of weights without weight decay, beside all vectors, such as embed.weight or *.router.weight. In a pattern
-    * stands for any text. hocket explain shows which weights decay."""
+    """Names of further weights without weight decay, besides all vectors, such as embed.weight or *.router.weight. In a
+    pattern * stands for any text. hocket explain shows which weights decay."""
     skip_spikes: Annotated[float, Between(0, 1e12)] = 0.0
-    """A step is skipped if the norm of its gradient is above this factor times the median of those of the last 128
-    steps that were taken; 0 skips none. A step whose gradient is not finite is always skipped: weights, the optimizer's
-    state and balance biases stay as they were."""
+    """A step is skipped if its gradient norm is above this factor times the median of the last 128 steps that were not
+    skipped; 0 skips none. A step whose gradient is not finite is always skipped: weights, the optimizer's state and
+    balance biases stay unchanged."""
 
     @property
     def patterns(self) -> dict[str, tuple[str, ...]]:
-        """Settings that are patterns of names of weights."""
+        """Settings that are patterns of weight names."""
         return {"optimizer.no_decay": self.no_decay, "optimizer.adamw": self.adamw}
 
     def left_out(self, names: Iterable[str]) -> str:
-        """The pattern of `no_decay` that leaves a weight with these names out; empty if there is none."""
+        """The pattern of `no_decay` that matches a weight with these names; empty if none does."""
         return next((x for x in self.no_decay for name in names if fnmatchcase(name, x)), "")
 
     def decays(self, names: Sequence[str], shape: Sequence[int]) -> bool:
-        """Whether a weight decays: a matrix, and none of its `names` is left out."""
+        """Whether a weight decays: it is a matrix, and `no_decay` matches none of its `names`."""
         return not is_vector(names[0], shape) and not self.left_out(names)
 
     def by_muon(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether Muon updates a weight: a matrix, or one for each expert, of a layer of hocket's own transformer."""
+        """Whether Muon updates a weight: a matrix, or one per expert, in a layer of hocket's own transformer."""
         if self.name != "muon" or not name.startswith("layers.") or name.endswith(_NO_MATRICES):
             return False
         matrix = len(shape) == (3 if ".experts." in name else 2)
@@ -53,11 +53,11 @@ class OptimizerConfig:
 
 
 _NO_MATRICES = (".attn.conv", ".shared.w_gate")
-"""Ends of names of weights that have two dimensions and are many short convolutions, or one vector."""
+"""Suffixes of two-dimensional weights that are short convolutions or one vector."""
 
 
 def is_vector(name: str, shape: Sequence[int]) -> bool:
-    """Whether a weight is no matrix: of stacked experts, that of each. `name` is hocket's own."""
+    """Whether a weight is not a matrix; for stacked experts, each expert's. `name` is hocket's own."""
     return len(shape) < (3 if ".experts." in name else 2)
 
 
@@ -77,17 +77,17 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """Weights that are treated alike."""
+    """Weights with the same treatment."""
 
     names: tuple[str, ...]
     elements: int
     decay: float
     why: str
-    """What puts them here, in words."""
+    """The reason, in words."""
 
 
 def weight_groups(optimizer: OptimizerConfig, weight_decay: float, shapes: Shapes) -> tuple[WeightGroup, ...]:
-    """All weights, by what is done with them."""
+    """All weights, grouped by treatment."""
     found: dict[str, list[str]] = {"matrices, by Muon": [], "matrices": [], "vectors": []}
     for name, shape in shapes.items():
         pattern = optimizer.left_out([name])
@@ -107,7 +107,7 @@ def weight_groups(optimizer: OptimizerConfig, weight_decay: float, shapes: Shape
 
 
 def unmatched(optimizer: OptimizerConfig, names: Iterable[Iterable[str]], origins: Mapping[str, str]) -> list[str]:
-    """A problem for each pattern that no weight has; `names` are all names of each weight."""
+    """A problem for each pattern that matches no weight; `names` are all names of each weight."""
     known = [name for of_one in names for name in of_one]
     return [
         problem(

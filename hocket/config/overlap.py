@@ -1,4 +1,4 @@
-"""Section `overlap`: what hides communication, and what that needs."""
+"""Section `overlap`: how communication is hidden, and what that needs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Role = Literal["qkv", "proj", "fc1", "fc2"]
 """The weights of a tensor-parallel layer. In forward qkv and fc1 gather tokens, proj and fc2 sum them."""
 Direction = Literal["forward", "backward"]
 Method = Literal["off", "bulk", "ring", "pipeline"]
-"""How a product and the communication beside it overlap."""
+"""How a product overlaps with its communication."""
 ROLES: tuple[Role, ...] = get_args(Role)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 COLUMNS = ("qkv", "fc1")
 
 
 def possible(role: str, direction: str) -> tuple[Method, ...]:
-    """What the layers of a role can do in a direction (`layers/tensor.py` has the table)."""
+    """The methods that the layers of a role have in a direction (`layers/tensor.py` has the table)."""
     if role in COLUMNS:
         return ("off", "ring") if direction == "forward" else ("off", "bulk", "pipeline")
     return ("off", "pipeline") if direction == "forward" else ("off", "ring")
@@ -35,7 +35,7 @@ def place_and_method(item: str) -> tuple[str, Method]:
 
 
 def check_tensor_method(item: str) -> None:
-    """Raise ValueError for a text that is no item of `overlap.tp.method`."""
+    """Raise ValueError for an invalid item of `overlap.tp.method`."""
     where, method = place_and_method(item)
     if method not in get_args(Method):
         raise ValueError(f"{method!r} is none of {', '.join(get_args(Method))}")
@@ -47,7 +47,7 @@ def check_tensor_method(item: str) -> None:
 
 
 def attention_of(text: str) -> int:
-    """The layers of a text such as attn:2 of `overlap.pp.defer_layers`; -1 for attn. Raises ValueError for others."""
+    """The number of layers in `overlap.pp.defer_layers` = attn:2; -1 for attn. Raises ValueError for other texts."""
     part, colon, count = text.partition(":")
     if part != "attn" or (colon and (not count.isdecimal() or int(count) < 1)):
         raise ValueError(f"{text!r} is neither a number of layers nor attn with one")
@@ -62,16 +62,16 @@ class DataOverlap:
         Literal["auto", "no_shard", "optim", "optim_grads", "optim_grads_params"],
         OnlyWith("shared weights", idle=("optim_grads_params",)),
     ] = "optim_grads_params"
-    """What data-parallel ranks shard: nothing, the optimizer's state, also gradients, or also weights. Each rank keeps
-    the rest whole. no_shard and optim keep a step's gradients whole, and reduce them once, in the last microbatch.
-    auto shards as little as fits into memory, if that makes a step shorter or moves fewer bytes."""
+    """What data-parallel ranks shard: nothing, the optimizer's state, also gradients, or also weights. The rest is
+    replicated. no_shard and optim keep a step's gradients unsharded, and reduce them once, in the last microbatch. auto
+    shards as little as fits into memory, if that makes a step shorter or moves fewer bytes."""
     prefetch: Annotated[
         int, Between(0, MANY), OnlyWith("shared weights"), OnlyWith("overlap.dp.strategy other than no_shard")
     ] = 2
-    """Number of layer passes by which a gather runs ahead of the op that reads it."""
+    """Number of layer passes by which a gather precedes the op that reads it."""
     update: Update = "auto"
-    """When weights are updated. end updates all of them when a step ends. next_step updates unit by unit when the next
-    step begins, on a lane of its own: the first gathers and forwards run beside the updates of other units. auto is
+    """When weights are updated. end updates all of them when a step ends. next_step updates unit by unit at the start
+    of the next step, on its own lane, so that first gathers and forwards overlap updates of other units. auto is
     next_step if copy engines gather, AdamW updates, no step is replayed, and this hides 2% of a step or more even if
     forwards gain nothing."""
 
@@ -88,18 +88,18 @@ class PipelineOverlap:
         OnlyWith("overlap.defer_wgrad = on", idle=(0,)),
         OnlyWith("plan.order other than zb_h1 or zb_v", idle=(0,)),
     ] = "auto"
-    """How many layers of a chunk compute their weight gradients after the chunk has sent its gradient. They are the
-    last layers of its backward. -1 means all layers. attn:2 means those of attention alone in two layers (with mesh.cp
-    above 1 those of its keys and values), attn in all. auto makes the step as short as possible."""
+    """How many layers of a chunk, the last of its backward, compute their weight gradients after the chunk has sent its
+    gradient. -1 means all. attn:2 means those of attention alone in two layers (with mesh.cp above 1 those of its keys
+    and values), attn in all. auto makes the step as short as possible."""
     defer_head: Annotated[
         int | Literal["auto"],
         Between(-1),
         OnlyWith("mesh.pp above 1", idle=(0,)),
         OnlyWith("overlap.defer_wgrad = on", idle=(0,)),
     ] = "auto"
-    """For how many microbatches the weight gradient of the head, the projection onto the vocabulary, waits until its
-    rank has nothing else to compute. They are the last microbatches. -1 means all of them. auto takes as many as
-    shorten the step and fit into memory."""
+    """For how many microbatches, from the last, the weight gradient of the head (the projection onto the vocabulary)
+    waits until its rank has nothing else to compute. -1 means all. auto takes as many as shorten the step and fit into
+    memory."""
 
     @property
     def late(self) -> tuple[int, Literal["attn", "all"]]:
@@ -122,11 +122,11 @@ class ExpertOverlap:
         OnlyWith("mesh.ep above 1", idle=("host",)),
         OnlyWith("a model with experts", idle=("host",)),
     ] = "auto"
-    """Where the number of rows that travel to each expert is known. host: the host waits for these numbers in every
-    layer. device: only the device knows them, which needs room of a fixed size. auto is device in replayed steps."""
+    """Who knows the number of rows for each expert. host: the host waits for the counts in every layer. device: only
+    the device knows them, which needs buffers of a fixed size. auto is device in replayed steps."""
     room: Annotated[float, Between(1), OnlyWith("overlap.ep.splits = device", idle=(2.0,))] = 2.0
-    """Rows that a rank has room for, as a multiple of the rows of an even load, with splits = device. A step that needs
-    more room runs again with splits that the host knows, and the steps after it have more room."""
+    """With splits = device, the rows that a rank has room for, as a multiple of an even load. A step that needs more
+    runs again with splits that the host knows, and later steps have more room."""
     copies: Annotated[Literal["auto", "per_expert", "per_rank"], OnlyWith("mesh.ep above 1", idle=("per_expert",))] = (
         "auto"
     )
@@ -141,11 +141,11 @@ class TensorOverlap:
     method: Annotated[
         tuple[str, ...], Form(check_tensor_method, "ring, or fc1_forward:off"), OnlyWith("mesh.tp above 1")
     ] = ("auto",)
-    """How products and communication overlap, in the layers that allow it. ring gathers piece by piece (qkv and fc1
-    forward, proj and fc2 backward). pipeline sums piece by piece (the other way round). bulk runs backward's second
-    gather beside the ops that follow (qkv and fc1). off is one after the other, also for layers that do not allow the
-    method. fc1_forward:off sets one role and direction, out of qkv, proj, fc1 (with the head) and fc2. auto chooses by
-    the shapes of layers what is not set so."""
+    """How products and communication overlap, in the layers that support it. ring gathers in pieces (qkv and fc1
+    forward, proj and fc2 backward). pipeline sums in pieces (the other way round). bulk overlaps backward's second
+    gather with the following ops (qkv and fc1). off does not overlap, and also applies to layers without the method.
+    fc1_forward:off sets one role and direction, out of qkv, proj, fc1 (with the head) and fc2. auto chooses the others
+    by the shapes of layers."""
 
     def named(self) -> dict[str, Method]:
         """Role and direction, such as fc1_forward -> the method that is set for it."""
@@ -167,13 +167,13 @@ class TensorOverlap:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextOverlap:
-    """What context-parallel ranks tell each other for attention."""
+    """Communication between context-parallel ranks for attention."""
 
     method: Annotated[Literal["auto", "gather", "heads"], OnlyWith("mesh.cp above 1", idle=("gather",))] = "auto"
-    """What travels between ranks that share sequences. gather: keys and values, which each rank's own queries meet, and
-    their gradients. heads: queries, keys and values, so that each rank has all tokens of some heads, and what these
-    find (Ulysses); mesh.cp divides a tensor-parallel rank's heads. auto is gather, or heads if a step is predicted to
-    be 1% shorter with them."""
+    """What ranks that share sequences exchange. gather: keys and values, for each rank's own queries, and their
+    gradients. heads: queries, keys and values, so that each rank has all tokens of some heads, and their outputs
+    (Ulysses); mesh.cp divides a tensor-parallel rank's heads. auto is gather, or heads if a step is predicted to be 1%
+    shorter with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ class OverlapConfig:
     cp: ContextOverlap = field(default_factory=ContextOverlap)
     """Keys, values and heads of sequences that ranks share."""
     defer_wgrad: Switch = "auto"
-    """Run weight gradients as ops of their own, at the places that the layer order gives them."""
+    """Run weight gradients as separate ops, at the places that the layer order gives them."""
 
 
 TENSOR, CONTEXT = "overlap.tp.method", "overlap.cp.method"
@@ -203,12 +203,12 @@ def on_device(c: Any) -> bool:
 
 
 def _heads(c: Any) -> bool:
-    """Whether ranks share sequences by an exchange of heads."""
+    """Whether ranks that share sequences exchange heads."""
     return c.mesh.cp > 1 and c.overlap.cp.method == "heads"
 
 
 def _own(c: Any, heads: int) -> int:
-    """How many heads a tensor-parallel rank has."""
+    """Number of heads of a tensor-parallel rank."""
     return max(1, heads // c.mesh.tp)
 
 

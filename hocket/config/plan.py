@@ -1,4 +1,4 @@
-"""Section `plan`: stages, the order of microbatches, parts that are kept elsewhere, recorded steps."""
+"""Section `plan`: stages, the order of microbatches, recomputed and offloaded parts, recorded steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ RECOMPUTED, OFFLOADED = ("attn", "dispatch", "experts", "kv", "mlp"), ("attn", "
 """Parts of hocket's own layers that `plan.recompute` and `plan.offload` may name."""
 
 ZERO_BUBBLE = ("zb_h1", "zb_v")
-"""Orders in which all weight gradients have steps of their own."""
+"""Orders with separate steps for all weight gradients."""
 
 
 def part_and_layers(text: str) -> tuple[str, int | None]:
-    """(part, number of layers of each stage) that an item of `plan.recompute` or `plan.offload` names; None for all.
+    """(part, layers per stage) of an item of `plan.recompute` or `plan.offload`; None means all layers.
 
     `attn` means all layers, `attn:2` the first two of each virtual stage. Raises ValueError for any other text.
     """
@@ -47,37 +47,37 @@ class PlanConfig:
     chunks: Annotated[int, Between(1, 1024)] = 1
     """Virtual pipeline stages per rank."""
     layers_per_stage: Annotated[tuple[int | Literal["auto"], ...], Between(0)] = ("auto",)
-    """Layers of every virtual stage; empty splits evenly. The first stage, with the embedding, and the last, with the
-    head, may have 0. auto lets all ranks compute for the same time, embedding and head included, if that shortens the
-    step and fits into memory."""
+    """Layers of every virtual stage; empty splits evenly. The first stage (with the embedding) and the last (with the
+    head) may have 0. auto balances the compute time of ranks, including embedding and head, if that shortens the step
+    and fits into memory."""
     group: Annotated[int, Between(0, MANY), OnlyWith("plan.order = interleaved and plan.chunks above 1", idle=(0,))] = 0
     """Microbatches that pass through a chunk before the next chunk's turn, in the interleaved order. 0 means the fewest
     that work: mesh.pp."""
     recompute: Annotated[tuple[str, ...], part_of(RECOMPUTED)] = ()
     """Parts of layers, out of attn, dispatch, experts, kv and mlp, that keep only their inputs after forward, and run
     forward again before their backward. That takes less memory and more time. attn includes the norms, the router and
-    the shared expert. dispatch makes the rows of experts again, and sends them again where experts are on other ranks.
-    kv gathers keys and values again, where ranks share sequences. attn:2 recomputes attn in the first two layers of
-    each virtual stage, and attn in all layers. auto recomputes as few parts in as few layers as the memory allows."""
+    the shared expert. dispatch makes the rows of experts again, and sends them again to other ranks. kv gathers keys
+    and values again, with context parallelism. attn:2 recomputes attn in the first two layers of each virtual stage,
+    attn in all layers. auto recomputes as few parts in as few layers as the memory allows."""
     offload: Annotated[tuple[str, ...], part_of(OFFLOADED)] = ()
-    """Parts of layers, out of attn, experts and mlp, that keep in the host's memory what their backward needs. It is
-    copied there after their forward, and back before their backward, beside compute. attn:2 means attn in the first
-    two layers of each virtual stage. auto is as few parts in as few layers as let a step fit into memory, where that
-    takes less time than to recompute."""
+    """Parts of layers, out of attn, experts and mlp, whose saved tensors are kept in host memory. They are copied there
+    after forward, and back before backward, during compute. attn:2 means attn in the first two layers of each virtual
+    stage. auto is as few parts in as few layers as let a step fit into memory, if that takes less time than to
+    recompute."""
     loss_pieces: Annotated[int | Literal["auto"], Between(1, MANY)] = 1
-    """Pieces of a microbatch's tokens that go through the head one after the other, so that only the logits of one are
-    in memory. Backward makes them once more: the head has four products in place of three. auto is as many as let a
+    """Pieces of a microbatch's tokens that pass through the head one after the other, so that only one piece's logits
+    are in memory. Backward computes them again: the head has four products instead of three. auto is as many as let a
     step fit into memory, and 1 if it fits without."""
     graphs: Switch = "auto"
-    """Record a step's calls to the GPU once and replay them as one CUDA graph. The optimizer runs after the graph. auto
-    is on if the host would be late otherwise, and memory allows it."""
+    """Record a step's GPU work once and replay it as one CUDA graph. The optimizer runs after the graph. auto is on if
+    the host would otherwise be late, and memory allows it."""
     layer_order: Annotated[
         str,
         OnlyWith("overlap.ep.merge = on", idle=("literature",)),
         OnlyWith("deferred weight gradients", idle=("literature",)),
     ] = "literature"
-    """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or an order of your own such
-    as "cB aF eB dF eW dB eF cF aB uB aW uF" (hocket/program/layer.py spells out the named ones)."""
+    """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or your own order such as "cB
+    aF eB dF eW dB eF cF aB uB aW uF" (hocket/program/layer.py spells out the named ones)."""
 
     @property
     def split(self) -> tuple[int, ...]:
@@ -86,17 +86,17 @@ class PlanConfig:
 
     @property
     def pieces(self) -> int:
-        """`loss_pieces`; 1 if they are not chosen yet."""
+        """`loss_pieces`; 1 if not chosen yet."""
         return 1 if self.loss_pieces == "auto" else self.loss_pieces
 
     @property
     def zero_bubble(self) -> bool:
-        """Whether the order gives all weight gradients steps of their own."""
+        """Whether the order has separate steps for all weight gradients."""
         return self.order in ZERO_BUBBLE
 
     @property
     def fills_bubble(self) -> bool:
-        """Whether the order gives some weight gradients steps of their own, where a rank would rest."""
+        """Whether the order has separate steps for some weight gradients, which fill the bubble."""
         return self.zero_bubble or self.order == "merged_v"
 
     @property
@@ -106,7 +106,7 @@ class PlanConfig:
 
 
 MOST_PASSES = 200_000
-"""Microbatches times layers of a step: above two million operations, or half a minute of planning."""
+"""Microbatches times layers of a step: above, planning takes over two million operations, or half a minute."""
 
 
 CHUNKS = {
@@ -116,11 +116,11 @@ CHUNKS = {
     "merged_v": range(2, 3),
     "interleaved": range(2, 1025),
 }
-"""Order -> the numbers of chunks that a rank may have."""
+"""Order -> the allowed numbers of chunks per rank."""
 
 
 def _fewest_microbatches(c: Any) -> int:
-    """The fewest microbatches that an order is made for."""
+    """The fewest microbatches that an order works with."""
     if c.plan.order == "merged_v":
         return 2 * c.mesh.pp
     return c.mesh.pp if c.plan.zero_bubble or c.plan.order == "interleaved" else 1
@@ -132,7 +132,7 @@ def named_parts(items: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _named_twice(items: tuple[str, ...]) -> bool:
-    """Whether items name a part twice, or anything beside auto."""
+    """Whether items name a part twice, or combine auto with others."""
     parts = named_parts(items)
     return len(set(parts)) < len(parts) or {"auto"} < set(parts)
 

@@ -1,4 +1,4 @@
-"""Section `precision`: number formats, and what products in fp8 need."""
+"""Section `precision`: number formats, and the requirements of fp8 products."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class PrecisionConfig:
     """Number formats. Main weights, gradients at rest, the router and the loss are fp32."""
 
     compute: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
-    """Format in which layers compute, and in which activations and gathered weights travel. auto is bf16 on GPUs and
-    fp32 on CPUs. With fp8, products of attention's and MLPs' linear layers take operands in fp8 (e4m3, a scale for each
-    row), and all else is as with bf16: the head, the router, attention itself, what travels. That needs a GPU with
-    products in fp8 (Ada, Hopper, or newer); on CPUs the same numbers are made in fp32, slowly."""
+    """Format of layers' compute, and of activations and gathered weights in communication. auto is bf16 on GPUs and
+    fp32 on CPUs. With fp8, the linear layers of attention and MLPs multiply fp8 operands (e4m3, a scale per row), and
+    all else is as with bf16: the head, the router, attention itself, communication. That needs a GPU with fp8 products
+    (Ada, Hopper, or newer); on CPUs the same numbers are computed in fp32, slowly."""
     fp8: Annotated[
         tuple[str, ...],
         Form(fp8_part, "forward dgrad, or but_first:1 but_last:1", auto=False),
@@ -44,18 +44,17 @@ class PrecisionConfig:
         OnlyWith("overlap.dp.strategy other than no_shard", idle=("bf16",)),
         OnlyWith("shared weights", idle=("bf16",)),
     ] = "auto"
-    """With compute = fp8, format in which gathered weights of fp8 products travel. fp8 moves half the bytes and gives
-    the same bits: each rank casts its shard after an update, by scales of whole rows on which ranks agree first.
-    auto takes what is predicted to be faster."""
+    """With compute = fp8, format of gathered weights of fp8 products. fp8 moves half the bytes and gives the same bits:
+    each rank casts its shard after an update, by scales of whole rows on which ranks agree first. auto takes the one
+    that is predicted to be faster."""
     wire: Annotated[Literal["auto", "fp32", "bf16"], OnlyWith("shared weights", remark=True)] = "auto"
-    """Format in which gradients of weights travel. auto is the format of compute: each rank rounds its gradient to it.
-    fp32 with compute in bf16 rounds no gradient, and moves twice the bytes. Where no gradient travels, products add to
-    the fp32 gradient. Where one rank has a tied embedding and its head, the two gradients of a microbatch are added
-    up in this format."""
+    """Format of weight gradients in communication. auto is the format of compute: each rank rounds its gradient to it.
+    fp32 with compute in bf16 rounds no gradient, and moves twice the bytes. Without communication of gradients,
+    products add to the fp32 gradient. If one rank has a tied embedding and its head, the two gradients of a microbatch
+    are added in this format."""
     averages: Literal["fp32", "bf16"] = "fp32"
-    """Format in which AdamW's two averages are kept between steps. With bf16 a weight takes 8 bytes beside its copies,
-    not 12. A step computes in fp32 and rounds the averages to nearest, so no decay rate of train.betas may be close
-    to 1."""
+    """Format of AdamW's two averages between steps. With bf16 a weight takes 8 bytes, not 12, apart from its copies. A
+    step computes in fp32 and rounds the averages to nearest, so no decay rate of train.betas may be close to 1."""
 
     @property
     def dtype(self) -> str:
@@ -69,7 +68,7 @@ class PrecisionConfig:
 
     @property
     def fp8_ends(self) -> tuple[int, int]:
-        """How many of the first and of the last layers compute in bf16."""
+        """Number of first and of last layers that compute in bf16."""
         ends = dict(fp8_part(item) for item in self.fp8)
         return ends.get("but_first", 0), ends.get("but_last", 0)
 
@@ -77,11 +76,11 @@ class PrecisionConfig:
 UNIT = 16
 """Products in fp8 take widths and numbers of tokens that are multiples of this."""
 FROM = (8, 9)
-"""The first compute capability that has products in fp8."""
+"""The first compute capability with fp8 products."""
 WIDE = 1024
-"""Width of experts from which fp8 was seen to be faster: 1,536 was, 768 was not (docs/experts.md)."""
+"""Width from which experts were measured to be faster in fp8: 1,536 was, 768 was not (docs/experts.md)."""
 LARGEST_BETA = 1 - 2**-6
-"""Of averages in bf16. See Note: [Averages in bf16] in `fsdp/planned/optimizer.py`."""
+"""For averages in bf16. See Note: [Averages in bf16] in `fsdp/planned/optimizer.py`."""
 
 
 def _fp8(c: Any) -> bool:
@@ -89,7 +88,7 @@ def _fp8(c: Any) -> bool:
 
 
 def _odd_width(c: Any, h: Host, it: str) -> bool:
-    """Whether the product that a setting makes in fp8 has a width that fp8 does not take."""
+    """Whether a setting gives an fp8 product an unsupported width."""
     kinds = {"model.ffn": "dense", "model.shared_ffn": "moe", "model.expert_ffn": "moe"}
     there = it not in kinds or kinds[it] in c.model.kinds()
     return _fp8(c) and there and leaf(c, it) * (c.model.kv_heads if it == "model.head_dim" else 1) % UNIT != 0

@@ -1,7 +1,7 @@
-"""What a section of settings is made of: bounds, forms and needs of its fields, rules between them, and the host.
+"""Elements of a section of settings: bounds, forms and needs of fields, rules between them, and the host.
 
-Numbers that set the size of tables and plans have a largest value. So a mistyped number is an error at once, instead of
-a process that is silent for minutes. All are far above the largest known models.
+Numbers that set the size of tables and plans have a largest value, far above the largest known models. So a mistyped
+number is an error at once, instead of a process that is silent for minutes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WIDE = 2**20
 MANY = 2**16
 """Largest number of parts and passes."""
 LONG = 2**27
-"""Largest number of things that have a row in a layer."""
+"""Largest number of things with a row in a layer, such as tokens."""
 MOST_RANKS = 10**6
 """Largest number of ranks of a mesh, and of each of its axes."""
 
@@ -32,9 +32,9 @@ class Between:
     """Smallest and largest value of a number. In a tuple they hold for each member."""
 
     low: float
-    """The smallest."""
+    """The smallest value."""
     high: float = ANY
-    """The largest; no infinity, even without one."""
+    """The largest value; infinity is excluded even without one."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Form:
     example: str
     """A text of this form, for messages."""
     auto: bool = True
-    """Whether it may be `auto`, too, which is not read."""
+    """Whether `auto` is allowed too, without a call of `read`."""
 
     @property
     def words(self) -> str:
@@ -56,14 +56,14 @@ class Form:
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """What a setting needs to have an effect: without it, one that the user set is refused (`hocket/rules.py`)."""
+    """What a setting needs to have an effect: without it, a value set by the user is refused (`hocket/rules.py`)."""
 
     what: str
-    """Such as `mesh.pp above 1 and overlap.defer_wgrad = on`, or a key of `rules.FACTS`. It is the fix, too."""
+    """Such as `mesh.pp above 1 and overlap.defer_wgrad = on`, or a key of `rules.FACTS`. It is also the fix."""
     idle: tuple[object, ...] = ()
-    """Values that ask for nothing, which may be set anywhere."""
+    """Values without effect, which may always be set."""
     remark: bool = False
-    """Whether a setting without effect is a remark and no error: scripts for all kinds of runs set it."""
+    """Whether a setting without effect gives a remark instead of an error: scripts for all kinds of runs set it."""
 
 
 FILLED = "filled"
@@ -72,61 +72,61 @@ FILLED = "filled"
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The surroundings of a run, as plain values. `hocket.environment.probe` fills them in."""
+    """The environment of a run, as plain values. `hocket.environment.probe` fills them in."""
 
     gpus: int = 0
     """GPUs of this host that torch can use."""
     gpu: str = ""
     """Name of the first of them."""
     kinds: tuple[str, ...] = ()
-    """Names of the different GPUs of this host, in the driver's words; empty if there are none, or if the driver was
-    not asked."""
+    """Distinct names of this host's GPUs, in the driver's words; empty if there are none, or if the driver was not
+    asked."""
     processors: int = 0
-    """Processors of the first of them; 0 means not known."""
+    """SMs of the first GPU; 0 means unknown."""
     capability: tuple[int, int] = (0, 0)
-    """Its compute capability; 0.0 means not known."""
+    """Its compute capability; 0.0 means unknown."""
     memory: int = 0
-    """Bytes of its memory; 0 means not known."""
+    """Its memory in bytes; 0 means unknown."""
     cores: int = 0
-    """CPU cores this process may use; 0 means not known."""
+    """CPU cores this process may use; 0 means unknown."""
     workers: int = 0
     """Processes that torchrun or Slurm started, over all hosts; 0 means that hocket starts them itself."""
     local_workers: int = 0
     """Workers on this host."""
     tokenizer_vocab: int = 0
-    """Number of tokens of the configured tokenizer; 0 means not known."""
+    """Vocabulary size of the configured tokenizer; 0 means unknown."""
     tokenizer_begin: str = ""
-    """Tokens before each document, as text; empty if there are none, or if the tokenizer was not looked for."""
+    """Tokens before each document, as text; empty if there are none, or if the tokenizer was not read."""
     no_copy_engine: str = ""
-    """Why the GPUs' copy engines cannot serve collectives; empty if they can, or if this was not checked."""
+    """Why the GPUs' copy engines cannot run collectives; empty if they can, or if this was not checked."""
     no_peer_memory: str = ""
     """Why GPUs of this host cannot store into each other's memory; empty if they can, or if this was not checked."""
     no_delta_kernels: str = ""
     """Why no kernels compute gated delta nets here; empty if they do, or if this was not checked."""
     documents: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """Documents of each sequence of the first step, as they are read; empty: not known. Predictions alone use them."""
+    """Documents of each sequence of the first step, in stream order; empty: unknown. Only predictions use them."""
     variables: tuple[Finding, ...] = ()
     """Findings about the variables that decide about overlap, before hocket set any."""
 
 
 Test = Callable[[Any, Host], bool]
-"""Whether a configuration breaks a rule. It is a `Config`, which files of sections cannot name: it is made of them."""
+"""Whether a configuration breaks a rule. The first argument is a `Config`, which section files cannot import."""
 
 Words = Mapping[str, Callable[[Any, Host], object]]
-"""Words in braces that reasons and fixes have beside values of settings, and what they mean."""
+"""Words in braces in reasons and fixes, besides values of settings, and the functions that give their values."""
 
 NO_EFFECT = "no effect"
-"""How the reason begins for which a setting changes nothing."""
+"""Prefix of the reason that a setting changes nothing."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Something that must not be.
+    """A forbidden combination of settings.
 
-    `settings` are the dotted names involved, the most likely culprit first. `reason` and `fix` are texts in which
-    `{name}` stands for the value of a setting, of `host.gpus` and the like, or for a word of its file. A rule about a
-    setting without effect applies only if the user set it: `only_if_set`; one about a default that few mean, only if
-    the user did not: `unless_set`. A `remark` is no error even then.
+    `settings` are the dotted names involved, the most likely culprit first. In `reason` and `fix`, `{name}` stands for
+    the value of a setting, for `host.gpus` and the like, or for a word of its file. A rule about a setting without
+    effect applies only if the user set it: `only_if_set`. A rule about a default that few want applies only if the user
+    did not set it: `unless_set`. A `remark` is never an error.
     """
 
     settings: tuple[str, ...]
@@ -139,7 +139,7 @@ class Rule:
 
     @property
     def without_effect(self) -> bool:
-        """Whether it is about a setting that changes nothing."""
+        """Whether the rule is about a setting that changes nothing."""
         return self.reason.startswith(NO_EFFECT)
 
     def each(self) -> Iterator[Rule]:
@@ -149,7 +149,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Each:
-    """One rule about each of several settings: setting -> what `{what}` stands for. `{it}` stands for its name."""
+    """The same rule for several settings: setting -> the text for `{what}`. `{it}` stands for its name."""
 
     about: Mapping[str, str]
     settings: tuple[str, ...]
@@ -160,7 +160,7 @@ class Each:
     remark: bool = False
 
     def each(self) -> Iterator[Rule]:
-        """The rule about every single setting."""
+        """The rule for each setting."""
         for it, what in self.about.items():
             texts = (*self.settings, self.reason, self.fix)
             *names, reason, fix = (text.replace("{what}", what).replace("{it}", it) for text in texts)
@@ -174,8 +174,8 @@ def _broken(broken: Callable[[Any, Host, str], bool], it: str, c: Any, h: Host) 
 
 # -- How a setting is read, and how a problem with one is reported -----------------------------------------------------
 
-UNSEEN = ("Cc", "Cs")
-"""Kinds of characters: controls, and the halves of pairs, for which Python takes bytes that are no text."""
+UNPRINTABLE = ("Cc", "Cs")
+"""Unicode categories: control characters, and surrogates, by which Python represents bytes that are not text."""
 
 
 def leaf(config: Any, setting: str) -> Any:
@@ -184,7 +184,7 @@ def leaf(config: Any, setting: str) -> Any:
 
 
 def problem(setting: str, value: object, origins: Mapping[str, str], reason: str, fix: str) -> str:
-    """One problem as a line: setting, value, where the value came from, what is wrong with it, and a fix."""
+    """One problem as a line: setting, value, where the value was set, the reason, and a fix."""
     origin = origins.get(setting) or origins.get("", "configuration")
     return f"{setting} = {show(value)} ({origin}): {reason}; fix: {fix}"
 
@@ -194,4 +194,4 @@ def show(value: object) -> str:
     if isinstance(value, tuple):
         return " ".join(map(show, value)) or "(none)"
     text = str(value) if value != "" else "(empty)"
-    return "".join(ascii(x)[1:-1] if unicodedata.category(x) in UNSEEN else x for x in text)
+    return "".join(ascii(x)[1:-1] if unicodedata.category(x) in UNPRINTABLE else x for x in text)

@@ -1,4 +1,4 @@
-"""Section `run`: name and place of a run."""
+"""Section `run`: name and folder of a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hocket.config.rule import FILLED, OnlyWith, Rule
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Name and place of a run."""
+    """Name and folder of a run."""
 
     name: str = "run"
-    """Name of the run. Without it the run has the name of its file or recipe."""
+    """Name of the run. By default that of its file or recipe."""
     folder: str = ""
     """Folder of metrics, logs and checkpoints; empty means `runs/<name>`, or `runs/<name>-null`."""
     resume: Annotated[
@@ -27,8 +27,8 @@ class RunConfig:
     """auto continues from the newest complete checkpoint of the folder. off starts over. A path loads that
     checkpoint."""
     elastic: bool = False
-    """Where torchrun has started fewer processes than the mesh has ranks, as `--nnodes 1:2` may, hocket takes a smaller
-    mesh. A step has the same sequences."""
+    """If torchrun started fewer processes than the mesh has ranks, as `--nnodes 1:2` may, hocket takes a smaller mesh.
+    A step has the same sequences."""
 
 
 RUN_RULES = (

@@ -1,9 +1,9 @@
-"""Settings one by one: their names, types and bounds, where each was set, and which one a wrong name meant.
+"""Queries about single settings: names, types and bounds, where each was set, and suggestions for wrong names.
 
 Origins are a mapping: dotted name -> where the setting was set, such as `run.toml:6` or `command line, --train.steps`.
 The key "" has the origin of all other settings: the recipe. The keys `recipe` and `preset` say where a file or a flag
-named them, such as `command line, --preset memory`. A setting that a preset made, or lost to a recipe, has an origin of
-type `Implied`: the user did not ask for this very setting. If it has no effect, that is a remark, not an error.
+named them, such as `command line, --preset memory`. A setting that a preset set, or that a recipe overrode, has an
+origin of type `Implied`: the user did not ask for it. If it has no effect, that is a remark, not an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from hocket.config import Config
-from hocket.config.rule import ANY, FILLED, UNSEEN, Between, Form, leaf, problem
+from hocket.config.rule import ANY, FILLED, UNPRINTABLE, Between, Form, leaf, problem
 from hocket.typed import describe, is_a
 
 ConfigLike = TypeVar("ConfigLike", bound=Config)
@@ -27,7 +27,7 @@ ConfigLike = TypeVar("ConfigLike", bound=Config)
 
 @cache
 def annotated() -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Dotted name of every setting -> (its type, the bounds and forms of its annotation), in the order of the tree."""
+    """Dotted name of every setting -> (its type, the bounds and forms of its annotation), in tree order."""
     return dict(_annotated(Config, ""))
 
 
@@ -44,22 +44,22 @@ def _annotated(section: type[Any], prefix: str) -> Iterator[tuple[str, tuple[Any
 
 @cache
 def types() -> dict[str, Any]:
-    """Dotted name of every setting -> its type, in the order of the tree."""
+    """Dotted name of every setting -> its type, in tree order."""
     return {name: hint for name, (hint, _) in annotated().items()}
 
 
 def bounds_of(setting: str) -> Between | None:
-    """Smallest and largest value of a setting's numbers; None if it has none."""
+    """Smallest and largest value of a setting's numbers; None if it has no bounds."""
     return next((mark for mark in annotated()[setting][1] if isinstance(mark, Between)), None)
 
 
 def form_of(setting: str) -> Form | None:
-    """The form that a setting's texts have, or auto; None if they have none."""
+    """The form of a setting's texts; None if it has none."""
     return next((mark for mark in annotated().get(setting, ("", ()))[1] if isinstance(mark, Form)), None)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries of settings as one, by dotted names."""
+    """Flatten nested dictionaries of settings, by dotted names."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
@@ -67,7 +67,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changed(config: ConfigLike, changes: Mapping[str, Any]) -> ConfigLike:
-    """A configuration with other values for some settings, by dotted name. Each section is made once."""
+    """A configuration with other values for some settings, by dotted name. Each section is built once."""
     whole: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}
     for setting, value in changes.items():
@@ -83,7 +83,7 @@ def changed(config: ConfigLike, changes: Mapping[str, Any]) -> ConfigLike:
 
 
 def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
-    """The settings that have the wrong type, or are no choice, too small or too large, with a line about each."""
+    """The settings with a wrong type, an unknown choice, or a value out of bounds, each with a line about it."""
     values = {setting: leaf(config, setting) for setting in types()}
     return {
         setting: problem(setting, value, origins, *wrong)
@@ -99,7 +99,7 @@ def _wrong(setting: str, value: object) -> tuple[str, str] | None:
         return no_unit(setting, value) or f"not {describe(hint)}", f"give {describe(hint)}"
     if FILLED in marks and not all(text.strip() for text in texts_of(value)):
         return "is empty", "a text, or leave it out"
-    if unseen(value):
+    if unprintable(value):
         return "has a character that cannot be shown", "leave it out"
     if form and (reason := unreadable(form, value)):
         return reason, form.words
@@ -107,24 +107,24 @@ def _wrong(setting: str, value: object) -> tuple[str, str] | None:
     return ("out of range", bounds) if bounds else None
 
 
-def unseen(value: object) -> bool:
-    """Whether a text, or one of several, has characters that no line can have, such as control characters."""
-    return any(unicodedata.category(x) in UNSEEN for text in texts_of(value) for x in text)
+def unprintable(value: object) -> bool:
+    """Whether a text, or one of several, has characters that do not belong into a line, such as control characters."""
+    return any(unicodedata.category(x) in UNPRINTABLE for text in texts_of(value) for x in text)
 
 
 def texts_of(value: object) -> list[str]:
-    """The texts that a value is, or has."""
+    """The texts in a value: itself, or items of a tuple."""
     return [text for text in (value if isinstance(value, tuple) else (value,)) if isinstance(text, str)]
 
 
 def no_unit(setting: str, value: object) -> str:
-    """Why a number is no value of a setting that is a text with a unit; empty for anything else."""
+    """Why a number is not valid for a setting with a unit; empty for anything else."""
     form = form_of(setting)
     return f'has no unit, as "{form.example}" has' if form and isinstance(value, int | float) else ""
 
 
 def unreadable(form: Form, value: object) -> str:
-    """Why a text, or one of several, has another form; empty if none has."""
+    """Why a text, or one of several, does not have the form; empty if all have."""
     for text in texts_of(value):
         try:
             if not (form.auto and text == "auto"):
@@ -135,7 +135,7 @@ def unreadable(form: Form, value: object) -> str:
 
 
 def beyond(setting: str, value: object) -> str:
-    """The bounds of a setting's numbers if one of the numbers is outside; empty if all are inside."""
+    """The violated bound of a setting's numbers; empty if all are inside."""
     bounds = bounds_of(setting)
     low, high = (bounds.low, bounds.high) if bounds else (-ANY, ANY)
     numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, int | float)]
@@ -152,7 +152,7 @@ def written(bound: float) -> str:
 
 
 def ill_typed(config: Config, origins: Mapping[str, str]) -> list[str]:
-    """One line per section or setting that has a wrong type, as only a configuration made in Python can have."""
+    """One line per section or setting of a wrong type, which only a configuration made in Python can have."""
     return list(_ill_typed(Config, config, "", origins))
 
 
@@ -167,12 +167,12 @@ def _ill_typed(kind: type[Any], section: Any, prefix: str, origins: Mapping[str,
 
 
 def quoted(value: object, hint: Any) -> object:
-    """A value for a message: text in quotes where a number or a truth value belongs, which it may look like."""
+    """A value for a message: a text is quoted if a number or truth value is expected, since it may look like one."""
     return f'"{value}"' if isinstance(value, str) and hint in (bool, int, float) else value
 
 
 def digest(config: Config) -> str:
-    """A short name for everything that a configuration says of a step: all settings but name and place of the run."""
+    """A short hash of what a configuration says about a step: all settings except name and folder of the run."""
     said = {setting: leaf(config, setting) for setting in types() if not setting.startswith("run.")}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -186,7 +186,7 @@ _FLAG = "command line, "
 
 
 class Implied(str):
-    """The origin of a setting that came with something else. `lost` is a preset's value that a recipe overruled."""
+    """The origin of a setting that was set indirectly. `lost` is a preset's value that a recipe overrode."""
 
     __slots__ = ("by", "lost")
 
@@ -208,14 +208,14 @@ def asked(origins: Mapping[str, str], setting: str) -> bool:
 
 
 def source(config: Config, origins: Mapping[str, str], setting: str) -> str:
-    """Where the value of a setting in an unresolved configuration comes from."""
+    """The origin of a setting's value in an unresolved configuration."""
     if setting in origins:
         return str(origins[setting])
     return "default" if leaf(config, setting) == leaf(DEFAULTS, setting) else origins.get("", "configuration")
 
 
 def command_words(config: Config, origins: Mapping[str, str], also: Collection[str] = ()) -> list[str]:
-    """Words for `hocket train` that give a configuration: its recipe or file, and flags for the settings beyond it.
+    """Words for `hocket train` that give a configuration: its recipe or file, and flags for further settings.
 
     `also` are settings that get a flag wherever they were set.
     """
@@ -235,15 +235,15 @@ def _flag(name: str, value: Any) -> list[str]:
 # -- What a user meant by a name that does not exist ------------------------------------------------------------------
 
 _LIKE, _JOINED, _WORD = 0.75, 0.9, 0.6
-"""Least likeness of a slip, of one with another number of words, and of each word: with less, two settings that have
-nothing to do with each other are alike."""
+"""Minimum similarity of a misspelt name, of one with another number of words, and of each word. Below these, unrelated
+settings would match."""
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """The known name of which a name is likely a slip of the hand; empty if there is none.
+    """The known name that a misspelt name most likely means; empty if there is none.
 
-    Dashes in front and kinds of dashes inside do not count. Of names with as many words each word is like the other's:
-    `--data-parallel-size` is no slip of `--context-parallel-size`.
+    Leading dashes and kinds of dashes do not count. Names with equally many words must be similar in each word:
+    `--data-parallel-size` does not mean `--context-parallel-size`.
     """
     plain = {_plain(each): each for each in known}
     close = difflib.get_close_matches(_plain(name), list(plain), n=8, cutoff=_LIKE)
@@ -251,7 +251,7 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 
 def _word_by_word(name: str, other: str) -> bool:
-    """Whether two names that are alike are so in each word. Words that are left out or joined are a slip, too."""
+    """Whether two similar names are similar in each word. Words may be missing or joined."""
     mine, others = re.split(r"[-.]", name), re.split(r"[-.]", other)
     if len(mine) != len(others):
         return difflib.SequenceMatcher(None, name, other).ratio() >= _JOINED
@@ -259,9 +259,9 @@ def _word_by_word(name: str, other: str) -> bool:
 
 
 def meant_setting(name: str, known: Iterable[str]) -> str:
-    """The likeliest setting; empty if none is like it.
+    """The most likely setting; empty if none is similar.
 
-    A right name, or nearly so, in the wrong section, or without one, is a likely slip.
+    A name that is (nearly) right but in the wrong section, or without one, matches first.
     """
     known = list(known)
     last = name.rsplit(".", 1)[-1]

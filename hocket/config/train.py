@@ -21,7 +21,7 @@ COPIED: dict[str, tuple[Purpose, ...]] = {
 others."""
 
 SCHEDULES, DECAYS = ("cosine", "linear", "wsd", "constant"), ("linear", "cosine", "1-sqrt")
-"""Ways of the learning rate, and ways in which that of wsd falls."""
+"""Learning-rate schedules, and shapes of wsd's decay."""
 LABELS = {"null": "no communication", "slow": "emulated network"}
 """Transports that only serve measurements -> the words that mark all results made with them."""
 
@@ -39,7 +39,7 @@ def slow_link(item: str) -> tuple[Purpose | None, float, float]:
 
 
 def check_slow_link(item: str) -> None:
-    """Raise ValueError for a text that is no item of `train.slow`."""
+    """Raise ValueError for an invalid item of `train.slow`."""
     purpose, *_ = slow_link(item)
     if purpose not in (None, *get_args(Purpose)):
         raise ValueError(f"{purpose!r} is none of {', '.join(get_args(Purpose))}")
@@ -54,7 +54,7 @@ def kept(item: str) -> tuple[str, int]:
 
 
 def share_of(text: str) -> float:
-    """The share that a text such as 10% is, 0 to 1. Raises ValueError for any other text."""
+    """The share, 0 to 1, of a text such as 10%. Raises ValueError for any other text."""
     number = text.removesuffix("%")
     if number == text or not re.fullmatch(r"\d+(\.\d+)?", number) or float(number) > 100:
         raise ValueError(f"{text!r} is neither a number nor a share, 0% to 100%")
@@ -62,7 +62,7 @@ def share_of(text: str) -> float:
 
 
 def schedule_of(text: str) -> tuple[str, float, str]:
-    """(way, of wsd how many steps or which share of them falls, of wsd how) of a text of `train.schedule`.
+    """(schedule; for wsd the decay's steps or share of steps, and its shape) of a text of `train.schedule`.
 
     Raises ValueError for any other text.
     """
@@ -96,14 +96,14 @@ class TrainConfig:
     warmup: Annotated[int, Between(0)] = 10
     """Steps in which the learning rate rises linearly to `lr`."""
     schedule: Annotated[str, Form(schedule_of, "cosine, linear, constant, or wsd:0.2:linear", auto=False)] = "cosine"
-    """How the learning rate changes after the warm-up. cosine and linear: it falls from the warm-up to the last step,
-    as half a cosine or along a line. constant: it stays `lr`. wsd (warm-up, stable, decay): it stays `lr`, and falls in
-    the last steps. wsd:500 are 500 steps, wsd:0.1 is a tenth of all steps; wsd alone is wsd:0.2. wsd:0.1:cosine and
-    wsd:0.1:1-sqrt fall in other ways than along a line: 1-sqrt is one minus the root of the share of the decay that has
+    """How the learning rate changes after the warm-up. cosine and linear: it falls until the last step, as half a
+    cosine or along a line. constant: it stays `lr`. wsd (warm-up, stable, decay): it stays `lr`, and falls in the last
+    steps. wsd:500 are 500 steps, wsd:0.1 is a tenth of all steps; wsd alone is wsd:0.2. wsd:0.1:cosine and
+    wsd:0.1:1-sqrt fall in other shapes than a line: 1-sqrt is one minus the root of the share of the decay that has
     passed."""
     weight_decay: Annotated[float, Between(0)] = 0.1
-    """Decoupled weight decay of matrices. Vectors (norms, biases) have none, nor has what `optimizer.no_decay`
-    names."""
+    """Decoupled weight decay of matrices. Vectors (norms, biases) and the weights that `optimizer.no_decay` names have
+    none."""
     betas: Annotated[tuple[float, float], Between(0, 0.999999)] = (0.9, 0.95)
     """Decay rates of AdamW's two averages, per step."""
     eps: Annotated[float, Between(1e-30, 1e30)] = 1e-8
@@ -111,37 +111,37 @@ class TrainConfig:
     clip: Annotated[float, Between(0)] = 1.0
     """Largest norm of the whole gradient; 0 means no clipping."""
     seed: Annotated[int, Between(0, 2**63 - 1)] = 0
-    """Seed of the initial weights, and of the order in which sequences are read."""
+    """Seed of the initial weights, and of the order of sequences."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute. auto takes one GPU per rank if the host has enough GPUs, else the CPU."""
     transport: Literal["auto", "gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"] = "auto"
     """How collectives move bytes. With copy_engine, gathers, reduces, the experts' all-to-alls and pipeline sends take
     no SM from compute. With copy_engine_gathers only gathers take none. null moves nothing: its results are wrong, and
-    its times are bounds. slow imitates a network. auto is copy_engine if all ranks are GPUs of one host that can use it
-    and a step fits beside its buffers, else nccl. On CPUs auto is gloo."""
+    its times are bounds. slow emulates a network. auto is copy_engine if all ranks are GPUs of one host that can use it
+    and a step fits with its buffers, else nccl. On CPUs auto is gloo."""
     slow: Annotated[
         tuple[str, ...],
         Form(check_slow_link, "10us, or a2a:10us,50GB/s", auto=False),
         OnlyWith("train.transport = slow", idle=((),)),
     ] = ()
-    """The network that the slow transport emulates: what it adds to every operation, and the rate at which a rank's
-    bytes pass, or one of them. a2a:10us,50GB/s holds for the groups of one purpose (gather_dense, reduce_dense,
-    gather_experts, reduce_experts, replicas, a2a, tp, cp, pp_fwd, pp_bwd or control), and then the others stay fast.
-    10us holds for all purposes but control."""
+    """The network that the slow transport emulates: additional latency of every operation, or bandwidth of a rank, or
+    both. a2a:10us,50GB/s holds for the groups of one purpose (gather_dense, reduce_dense, gather_experts,
+    reduce_experts, replicas, a2a, tp, cp, pp_fwd, pp_bwd or control), and then the others stay fast. 10us holds for all
+    purposes but control."""
     eval_every: Annotated[int, Between(0), OnlyWith("train.eval_batches above 0", idle=(0,))] = 50
     """Steps between validations; 0 means only one at the end."""
     eval_batches: Annotated[int, Between(0)] = 4
-    """Most batches of one validation, each as large as a step's; 0 means no validation. It reads no sequence twice."""
+    """Most batches of one validation, each as large as a step's; 0 means no validation. No sequence is read twice."""
     save_every: Annotated[int, Between(0), OnlyWith("train.keep other than 0", idle=(0,), remark=True)] = 0
     """Steps between checkpoints; 0 means only one at the end."""
     keep: Annotated[tuple[int | str, ...], Between(0), Form(kept, "every:1000", auto=False)] = (2,)
-    """Checkpoints that are kept; others are deleted. 2 keeps the two newest, and so does a list without a number; 0
-    writes none, not even at the end. every:1000 keeps those of steps that are a multiple of 1000, too."""
+    """Checkpoints to keep; others are deleted. 2 keeps the two newest, and so does a list without a number; 0 writes
+    none, not even at the end. every:1000 also keeps those of steps that are a multiple of 1000."""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where metrics go beside metrics.jsonl: files of TensorBoard in the run's folder, an offline run of Weights &
-    Biases there. Each needs its extra, as in pip install 'hocket[tensorboard]'."""
+    """Where metrics go besides metrics.jsonl: TensorBoard files in the run's folder, an offline run of Weights & Biases
+    there. Each needs its extra, as in pip install 'hocket[tensorboard]'."""
     hang_timeout: Annotated[float, Between(1, 1e6)] = 300.0
-    """Seconds that a rank waits for other ranks. After that it reports what it waits for, and ends."""
+    """Seconds that a rank waits for other ranks before it reports what it waits for, and exits."""
     profile: Annotated[tuple[int, ...], Between(0)] = ()
     """First step and number of steps to profile. First step 0 is soon after the start; empty profiles none."""
 
@@ -163,7 +163,7 @@ class TrainConfig:
 
     @property
     def decay(self) -> tuple[int, str]:
-        """Steps in which the learning rate falls, and how; 0 steps of a constant one."""
+        """Steps in which the learning rate falls, and the shape; 0 steps for a constant one."""
         way, decay, shape = schedule_of(self.schedule)
         if way == "constant":
             return 0, shape
@@ -190,18 +190,18 @@ WARMUP = TrainConfig().warmup
 
 
 def _moved_elsewhere(c: Any, h: Host) -> bool:
-    """Whether the transport moves memory in which the ranks do not compute."""
+    """Whether the transport only moves memory of another kind of device."""
     serves = {"gloo": "cpu", "nccl": "cuda"} | dict.fromkeys(COPIED, "cuda")
     return serves.get(c.train.transport, c.train.device) != c.train.device
 
 
 def _slowed_alone(c: Any) -> list[str]:
-    """Purposes that `train.slow` names, and whose groups have one rank each."""
+    """Purposes that `train.slow` names but whose groups have one rank each."""
     return [purpose for purpose in get_args(Purpose) if purpose in c.train.slowed and c.mesh.members(purpose) == 1]
 
 
 def _long_warmup(c: Any, h: Host, it: str) -> bool:
-    """About the one of the two settings that is likely to have been set."""
+    """Whether the warm-up is too long; the rule is about the setting that the user likely set."""
     return c.train.warmup > c.train.steps and (c.train.warmup != WARMUP) == (it == "train.warmup")
 
 
@@ -263,7 +263,7 @@ TRAIN_RULES: tuple[Rule | Each, ...] = (
         "{train.warmup} steps of train.warmup are more than train.steps = {train.steps}, so the learning rate "
         "never reaches train.lr = {train.lr}",
         "a smaller train.warmup, or more train.steps, unless this is a short try or a run that goes on later",
-        remark=True,  # for a short try of a recipe is no mistake
+        remark=True,  # short tries of a recipe are fine
     ),
     # Checkpoints and machinery
     Rule(

@@ -1,7 +1,7 @@
-"""`hocket doctor`: is this host fit for overlap, and what does each thing that is not cost?
+"""`hocket doctor`: is this host fit for overlap, and what does each problem cost?
 
-`look` asks the driver's tool, torch in a process of its own, and the system; what cannot be asked stays empty.
-`examine` judges that, row by row, and reads nothing itself, so that a test can make any host.
+`look` queries nvidia-smi, torch in a separate process, and the system; unavailable values stay empty. `examine` judges
+them, row by row, and reads nothing itself, so a test can construct any host.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from typing import Any, Literal, NamedTuple
 from hocket.environment import TOOL_LIMIT, cores, driver_says, is_number_of_threads, processes, torch_build
 from hocket.variables import Moment, survey
 
-# -- What is found on a host -------------------------------------------------------------------------------------------
+# -- Findings about a host ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Torch:
-    """What torch reports about the host."""
+    """torch's report about the host."""
 
     version: str
     cuda: str = ""
-    """Version that torch was built for; empty is a build without."""
+    """CUDA version that torch was built for; empty for a build without CUDA."""
     gpus: int = 0
     """Number of GPUs that torch can use."""
     nccl: tuple[int, ...] = ()
     triton: str = ""
     apart: tuple[tuple[int, int], ...] = ()
-    """Pairs of GPUs (a, b): a cannot reach the memory of b."""
+    """Pairs of GPUs (a, b) in which a cannot access the memory of b."""
     no_copy_engine: str = ""
-    """Why copy engines cannot serve collectives; empty if they can, or without GPUs."""
+    """Why copy engines cannot run collectives; empty if they can, or without GPUs."""
     error: str = ""
     """The error that torch raised instead of an answer; empty if it answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Everything that is judged. Sizes in bytes; 0 or empty is not known."""
+    """All findings to judge. Sizes in bytes; 0 or empty means unknown."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     passed: Collection[Moment] = ()
     python: tuple[int, ...] = ()
     torch: Torch
     gpus: tuple[Mapping[str, str], ...] = ()
-    """GPUs that the driver lists, also those that torch cannot use: its values, by its names of them."""
+    """GPUs that the driver lists, also those that torch cannot use: values by the driver's field names."""
     links: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """How two GPUs are joined, in the driver's words, such as NV18 or SYS."""
+    """The link between two GPUs in the driver's words, such as NV18 or SYS."""
     cores: int = 0
     shm: int = 0
-    """Size of the shared memory of processes."""
+    """Size of the processes' shared memory."""
     open_files: int = 0
-    """Files and sockets that one process may hold; -1 is no limit."""
+    """Files and sockets that one process may open; -1 means no limit."""
 
 
 _ASKED = (
@@ -68,11 +68,11 @@ _ASKED = (
     "ecc.errors.uncorrected.volatile.total", "mig.mode.current", "compute_mode", "driver_version",
 )  # fmt: skip
 _NEWER = ("clocks.applications.graphics", "clocks.max.graphics", "clocks_throttle_reasons.active")
-"""Fields that drivers rename from time to time; a driver that does not know one answers nothing at all."""
+"""Fields that drivers rename from time to time; if a driver does not know one of a query, the query fails."""
 
 
 def look(env: Mapping[str, str], passed: Collection[Moment]) -> Found:
-    """Everything that can be found here."""
+    """Collect all findings about this host."""
     return Found(
         env=dict(env),
         passed=passed,
@@ -91,12 +91,12 @@ def _asked(fields: Sequence[str]) -> str:
 
 
 def gpus_of(text: str, fields: Sequence[str]) -> tuple[dict[str, str], ...]:
-    """GPUs from what nvidia-smi prints for these fields, a line for each GPU."""
+    """GPUs from nvidia-smi's output for these fields, one line per GPU."""
     return tuple(dict(zip(fields, map(str.strip, line.split(",")), strict=False)) for line in text.splitlines())
 
 
 def links_of(text: str) -> dict[tuple[int, int], str]:
-    """How each pair of GPUs is joined, from the matrix of `nvidia-smi topo -m`."""
+    """The link of each pair of GPUs, from the matrix of `nvidia-smi topo -m`."""
     found = {}
     for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
         words = line.split()
@@ -107,19 +107,19 @@ def links_of(text: str) -> dict[tuple[int, int], str]:
 
 
 def _torch() -> Torch:
-    """What torch says, asked in a process of its own, which may crash or hang. A build without CUDA need not be."""
+    """Torch's report, from a separate process, since it may crash or hang. A build without CUDA needs no process."""
     version, cuda = torch_build()
     if not cuda:
         return Torch(version=version)
     try:
         with processes(1, {}) as pool:
             return pool.submit(_ask).result(TOOL_LIMIT)
-    except Exception as error:  # whatever a broken driver does to the process
+    except Exception as error:  # a broken driver may crash the process
         return Torch(version=version, cuda=cuda, error=f"{type(error).__name__}: {error}")
 
 
 def _ask() -> Torch:
-    """Touches CUDA."""
+    """Initialises CUDA."""
     import torch
 
     from hocket.runtime.shared_memory import problem
@@ -139,7 +139,7 @@ def _ask() -> Torch:
     return replace(found, nccl=nccl, apart=apart, no_copy_engine=no_copy_engine)
 
 
-# -- What it means for overlap -----------------------------------------------------------------------------------------
+# -- Their meaning for overlap -----------------------------------------------------------------------------------------
 
 State = Literal["ok", "costs", "stops", "unknown"]
 
@@ -149,13 +149,13 @@ class Row(NamedTuple):
 
     name: str
     state: State
-    """If something is wrong."""
+    """The state if something is wrong."""
     wrong: str
     """What is wrong, or why there is no answer; empty if nothing is."""
     right: str
-    """What there is if nothing is wrong; empty: nothing to say."""
+    """The finding if nothing is wrong; empty: nothing to report."""
     cost: str
-    """What the wrong state costs, or why the question has no answer."""
+    """What the problem costs, or why the question has no answer."""
     fix: str = ""
 
 
@@ -175,17 +175,17 @@ Rows = Iterator[Row]
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 GIB, MIB = 2**30, 2**20
 SHM_PER_GPU = 64 * MIB
-"""Shared memory that NCCL's processes need to talk to each other, in bytes per GPU."""
+"""Shared memory that NCCL's processes need to communicate, in bytes per GPU."""
 OPEN_FILES = 4096
 CORES_PER_GPU = 2
 """One core issues the ops of a rank. The threads of autograd and NCCL need another."""
 BUSY_MIB = 2048
-"""From this much used memory on, another process is taken to work on a GPU."""
+"""From this much used memory, another process is assumed to work on a GPU."""
 SLOWED = {
     0x08: "slowed down by its hardware", 0x20: "too hot (software limit)", 0x40: "too hot (hardware limit)",
     0x80: "not enough power from the host",
 }  # fmt: skip
-"""Bits of the driver's reasons why a clock is held down now, except idleness and limits that somebody has set."""
+"""Bits of the driver's reasons for a reduced clock, except idleness and limits set by an administrator."""
 
 
 def environment(f: Found) -> Rows:
@@ -223,7 +223,7 @@ def software(f: Found) -> Rows:
 
 
 def gpus(f: Found) -> Rows:
-    """What the driver and torch report about the GPUs."""
+    """The driver's and torch's reports about the GPUs."""
     if not f.gpus:
         lacks = ("driver's tool", "no nvidia-smi") if f.torch.gpus else ("GPUs", "none")
         why = "clocks, power and partitions are not known"
@@ -252,12 +252,12 @@ def gpus(f: Found) -> Rows:
 
 
 def _of_gpu(name: str, g: Mapping[str, str]) -> Rows:
-    """What may be wrong with one GPU. A value that the tool does not tell, such as [N/A], counts as nothing."""
+    """Possible problems of one GPU. Values that the tool does not report, such as [N/A], count as no problem."""
 
     def number(of: str) -> float:
         return float(g[of]) if re.fullmatch(r"\d+(\.\d+)?", g.get(of, "")) else 0.0
 
-    def told(of: str, value: str, words: str) -> str:
+    def noted(of: str, value: str, words: str) -> str:
         return words if g.get(of, "").lower() == value else ""
 
     owner, reasons = "by the host's owner", g.get("clocks_throttle_reasons.active", "")
@@ -270,8 +270,8 @@ def _of_gpu(name: str, g: Mapping[str, str]) -> Rows:
     limited = f"limited to {watts:.0f} of {usual:.0f} W" if 0 < watts < usual else ""
     broken = f"{errors:.0f} memory errors that ECC could not correct" if errors else ""
     in_use = f"{busy / 1024:.0f} GiB in use" if busy > BUSY_MIB else ""
-    mig, off = told("mig.mode.current", "enabled", "MIG is on"), told("ecc.mode.current", "disabled", "ECC is off")
-    prohibited = told("compute_mode", "prohibited", "computing is prohibited")
+    mig, off = noted("mig.mode.current", "enabled", "MIG is on"), noted("ecc.mode.current", "disabled", "ECC is off")
+    prohibited = noted("compute_mode", "prohibited", "computing is prohibited")
     rows: tuple[tuple[State, str, str, str], ...] = (
         ("stops", mig, "NVLink and P2P do not reach its partitions: ranks on them talk through host memory, if at all",
          f"a GPU without MIG, which is turned off {owner}"),
@@ -295,7 +295,7 @@ def _visible(f: Found) -> list[str] | None:
 
 
 def _shown(f: Found) -> list[int]:
-    """Numbers of the driver's GPUs without those that CUDA_VISIBLE_DEVICES hides by number, which no rank uses."""
+    """Numbers of the driver's GPUs, except those that CUDA_VISIBLE_DEVICES hides by number, which no rank uses."""
     named = _visible(f)
     if named is None or not all(word.isdecimal() for word in named):
         return list(range(len(f.gpus)))
@@ -354,7 +354,7 @@ def _size(nbytes: int) -> str:
 AREAS: Mapping[str, Callable[[Found], Rows]] = {
     "environment": environment, "software": software, "GPUs": gpus, "links": links, "host": host,
 }  # fmt: skip
-"""In the order of the report."""
+"""In report order."""
 
 
 def examine(found: Found) -> tuple[Check, ...]:
@@ -370,7 +370,7 @@ def examine(found: Found) -> tuple[Check, ...]:
 
 
 def exit_code(checks: tuple[Check, ...]) -> int:
-    """1 if something costs time or stops a run, else 0. A question without an answer is no finding."""
+    """1 if something costs time or stops a run, else 0. Unanswered questions do not count."""
     return int(any(check.state in ("costs", "stops") for check in checks))
 
 
@@ -381,7 +381,7 @@ WIDTH = 120
 
 
 def to_text(checks: tuple[Check, ...]) -> str:
-    """A line for each judgement, by area. Its cost and its fix stand below the line."""
+    """A line for each judgement, by area, followed by its cost and its fix."""
     lines, area, width = list[str](), "", max(len(check.name) for check in checks)
     for check in checks:
         if check.area != area:

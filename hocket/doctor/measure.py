@@ -1,4 +1,4 @@
-"""`hocket doctor --measure`: what this host's GPUs and the links between them reach, to be kept in a file."""
+"""`hocket doctor --measure`: measures this host's GPUs and the links between them, for a file."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hocket.predict.hardware import HARDWARE, MeasuredHardware
 from hocket.predict.simulate import Kind
 
 LONGEST = 300.0
-"""Seconds in which a measurement has ended: about 20 of load, and the start of the ranks."""
+"""Timeout of a measurement in seconds: about 20 of load, and the start of the ranks."""
 LINKED: tuple[Kind, ...] = ("gather", "reduce", "a2a", "pp")
 SMALL, LARGE = 4 << 20, 256 << 20
-"""Bytes that one rank receives in the two transfers between which a line is drawn."""
+"""Bytes that one rank receives in the two transfers that define the latency-bandwidth line."""
 
 
 Transfers = Mapping[tuple[Kind, int], float]
-"""Kind of communication and bytes that one rank receives in it -> seconds on the slowest rank."""
+"""Kind of communication and bytes that one rank receives -> seconds on the slowest rank."""
 Rates = Mapping[str, float]
-"""Work per second on the slowest rank, all ranks at once, of products, attention, kernels and copies."""
+"""Work per second of products, attention, kernels and copies on the slowest rank, with all ranks at once."""
 
 
 def run(
@@ -33,15 +33,15 @@ def run(
     device: Literal["cpu", "cuda"] = "cuda",
     limit: float = LONGEST,
 ) -> tuple[Transfers, Rates]:
-    """Measure on `world` processes of this host. Imports no torch here.
+    """Measure on `world` processes of this host. Does not import torch in this process.
 
-    Raises ValueError with the words of a rank that failed; no process outlives the call.
+    Raises ValueError with the message of a failed rank; no process outlives the call.
     """
     variables = dict(env)
     prepare(variables, world)
     with tempfile.TemporaryDirectory(prefix="hocket-") as folder, processes(world, variables) as pool:
-        meeting = f"{folder}/meeting"
-        ranks = [pool.submit(_on_a_rank, transfers, device, rank, world, meeting) for rank in range(world)]
+        rendezvous = f"{folder}/rendezvous"
+        ranks = [pool.submit(_on_a_rank, transfers, device, rank, world, rendezvous) for rank in range(world)]
         _, late = wait(ranks, limit, FIRST_EXCEPTION)
         for rank, each in enumerate(ranks):
             if each.done() and (error := each.exception()):
@@ -59,7 +59,7 @@ def _on_a_rank(*asked: Any) -> tuple[Transfers, Rates]:
 
 
 def measure(gpus: Gpus, env: Mapping[str, str]) -> MeasuredHardware:
-    """Load all GPUs for some seconds. Raises ValueError if there are none, of several kinds, or if a rank fails."""
+    """Load all GPUs for some seconds. Raises ValueError without GPUs, for mixed kinds, or if a rank fails."""
     why, fix = "", "measure on a host of the GPUs that plans are for"
     if not gpus.count:
         why = "torch finds no usable GPU here"
@@ -75,7 +75,7 @@ def measure(gpus: Gpus, env: Mapping[str, str]) -> MeasuredHardware:
 
 
 def as_hardware(gpus: Gpus, transfers: Transfers, rates: Rates, date: str) -> MeasuredHardware:
-    """What was measured, over the figures of the table's GPU of that name or of the nearest one."""
+    """The measurements, on top of the figures of the table's GPU of that name or the nearest one."""
     version, cuda = torch_build()
     sized = gpus.name, gpus.memory, gpus.processors, gpus.capability
     return MeasuredHardware(
@@ -97,7 +97,7 @@ def _line(transfers: Transfers, kind: Kind) -> tuple[float, float]:
 
 
 def report(found: MeasuredHardware) -> Iterator[str]:
-    """Measured figures beside those of the table, one on each line."""
+    """Measured figures next to those of the table, one per line."""
     table = HARDWARE[found.gpu]
     for name, rate in found.rates.items():
         yield f"  {name:<20} {rate / 1e12:8.4g} T/s    table {getattr(table, name) / 1e12:8.4g}"

@@ -1,4 +1,4 @@
-"""One rank of a measurement: rates of its GPU under a load that lasts, and transfers through hocket's own groups."""
+"""One rank of a measurement: rates of its GPU under sustained load, and transfers through hocket's own groups."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hocket.runtime.lanes import drain
 from hocket.runtime.world import everyone, join_world, leave_world
 
 LOAD = {"cpu": 0.02, "cuda": 2.0}
-"""Seconds of load, of which the second half counts: a clock takes most of a second to settle."""
+"""Seconds of load, of which the second half is timed: a clock takes most of a second to settle."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is timed. Products are of [n, n] matrices, attention of one sequence, kernels touch `nbytes` or more."""
+    """Sizes of the timed work. Products are of [n, n] matrices, attention of one sequence, kernels move `nbytes`."""
 
     n: int
     heads: int
@@ -35,23 +35,23 @@ SIZES = {"cpu": Sizes(128, 2, 128, 32, 1 << 20), "cuda": Sizes(8192, 32, 8192, 1
 
 
 def rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Work per second by the name of the field of `Hardware`; FLOPs and bytes are counted as `predict/cost.py` does."""
+    """Work per second, by field of `Hardware`; FLOPs and bytes are counted as in `predict/cost.py`."""
     size = SIZES[device.type]
     calls = {**_products(size, device, dtype), **_kernels(size, device, dtype)}
     seconds = {name: _seconds(call, device) for name, (_, call) in calls.items()}
     found = {name: work / seconds[name] for name, (work, _) in calls.items()}
     forward, both = (seconds[name] for name in ("attention_fwd_flops", "attention_bwd_flops"))
-    backward = max(both - forward, both / 2)  # on a busy host a difference may be anything
+    backward = max(both - forward, both / 2)  # on a busy host the difference may be anything
     return found | {"attention_bwd_flops": calls["attention_bwd_flops"][0] / backward}
 
 
 def _attention_flops(size: Sizes) -> float:
-    """Forward: causal, so half of the square."""
+    """Forward FLOPs: causal, so half of the square."""
     return 2.0 * size.heads * size.sequence**2 * size.head_dim
 
 
 Timed = tuple[float, Callable[[], object]]
-"""Work, and a call that does it once; that of attention's backward has a forward in it."""
+"""Work, and a call that does it once; the call for attention's backward includes a forward."""
 
 
 def _products(size: Sizes, device: torch.device, dtype: torch.dtype) -> Mapping[str, Timed]:
@@ -76,7 +76,7 @@ def _products(size: Sizes, device: torch.device, dtype: torch.dtype) -> Mapping[
 
 
 def _kernels(size: Sizes, device: torch.device, dtype: torch.dtype) -> Mapping[str, Timed]:
-    """A copy, and SwiGLU for the kernels between matmuls: it reads twice what it writes."""
+    """A copy, and SwiGLU as an example of kernels between matmuls: it reads twice what it writes."""
     rows = size.nbytes // (size.n * dtype.itemsize)
     source = torch.randn(rows, size.n, device=device).to(dtype)
     into = torch.empty_like(source)
@@ -92,7 +92,7 @@ def _kernels(size: Sizes, device: torch.device, dtype: torch.dtype) -> Mapping[s
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call under a load that lasts, of its second half."""
+    """Seconds per call under sustained load, measured in its second half."""
     call()
     once = _timed(call, 3, device)
     count = max(1, int(LOAD[device.type] / 2 / max(once, 1e-6)))
@@ -116,7 +116,7 @@ def _timed(call: Callable[[], object], count: int, device: torch.device) -> floa
 TIMEOUT = 60.0
 """Seconds that a rank waits for the others."""
 WARM_UP, TIMES, ROUNDS = 2, {"cpu": 3, "cuda": 20}, 3
-"""Calls that do not count, calls of one round, and rounds, of which the fastest counts."""
+"""Untimed calls, calls per round, and rounds, of which the fastest counts."""
 ROW = 1024
 """Elements of one row of an all-to-all."""
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -127,11 +127,11 @@ Transfers = Mapping[tuple[Kind, int], float]
 
 
 def meet_and_measure(
-    transfers: Sequence[tuple[Kind, int]], device: str, rank: int, world: int, meeting: str
+    transfers: Sequence[tuple[Kind, int]], device: str, rank: int, world: int, rendezvous: str
 ) -> tuple[Transfers, dict[str, float]]:
-    """Meet the other ranks in a file, and measure."""
+    """Join the other ranks through a file, and measure."""
     torch.set_num_threads(1)
-    store = torch.distributed.FileStore(meeting, world)
+    store = torch.distributed.FileStore(rendezvous, world)
     join_world(device == "cuda", TIMEOUT, store=store, rank=rank, world_size=world)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -143,7 +143,7 @@ def meet_and_measure(
 def measure(
     transfers: Sequence[tuple[Kind, int]], kind: str, rank: int, world: int
 ) -> tuple[Transfers, dict[str, float]]:
-    """Seconds of transfers, and rates of the slowest rank, all ranks at once. The default group exists already."""
+    """Seconds of transfers, and rates of the slowest rank, with all ranks at once. The default group must exist."""
     device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
     dtype, options, found = DTYPES[kind], CommOptions(timeout=TIMEOUT), dict[tuple[Kind, int], float]()
     for mesh, pipeline in ((Mesh(dp=world, ep=world), False), (Mesh(pp=world), True)):
@@ -156,17 +156,17 @@ def measure(
 
 
 def _worst(call: Callable[[], None], device: torch.device) -> float:
-    """Seconds of one call, of the fastest round, on the slowest rank."""
+    """Seconds per call in the fastest round, on the slowest rank."""
     _timed(call, WARM_UP, device)
     best = float("inf")
     for _ in range(ROUNDS):
-        everyone(None)  # all ranks begin together
+        everyone(None)  # start all ranks together
         best = min(best, _timed(call, TIMES[device.type], device))
     return max(everyone(best))
 
 
 def _transfer(kind: Kind, wire: int, groups: Groups, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """A call that does a transfer once. Buffers are made where the transport wants them."""
+    """A call that does a transfer once. Buffers are allocated as the transport requires."""
     world, rank = groups.control.size, groups.control.rank
     shard = max(1, wire // (world - 1) // dtype.itemsize)
     if kind == "gather":
@@ -175,7 +175,7 @@ def _transfer(kind: Kind, wire: int, groups: Groups, dtype: torch.dtype, device:
     if kind == "reduce":
         full, into = torch.ones(world * shard, device=device, dtype=dtype), torch.zeros(shard, device=device)
         return lambda: groups.reduce_dense.reduce_sum(full, into).wait()
-    if kind == "a2a":  # as many rows from every rank to every rank
+    if kind == "a2a":  # equally many rows between all pairs of ranks
         rows = max(1, shard // ROW)
         table = RowTable([[rows] * world] * world, groups.a2a.rank)
         mine = torch.ones(rows * world, ROW, device=device, dtype=dtype)
@@ -184,7 +184,7 @@ def _transfer(kind: Kind, wire: int, groups: Groups, dtype: torch.dtype, device:
     tensor = torch.ones(max(1, wire // dtype.itemsize), device=device, dtype=dtype)
 
     def send_or_receive() -> None:
-        """Every other rank sends to the next one. The last of an odd number of ranks looks on."""
+        """Every other rank sends to the next one. The last of an odd number of ranks is idle."""
         if rank % 2:
             assert groups.recv_act is not None
             groups.recv_act.recv(tensor, groups.recv_act.other).wait()

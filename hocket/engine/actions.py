@@ -1,15 +1,15 @@
 """What each op of a plan does to tensors.
 
-An action takes the op and the values it reads, in the order of `program/values.py` (values that an op only keeps
-alive come last and are ignored), and returns the op's value. Actions of communication lanes return the value
-and a `Pending`. State that outlives an op, segments, routings and splits, is kept here by (microbatch, chunk, layer)
-and dropped by the op that uses it last; `assert_clean` proves that nothing is left after a step.
+An action takes the op and the values it reads, in the order of `program/values.py`, and returns the op's value. Values
+that an op only keeps alive come last and are ignored. Actions of communication lanes return the value and a `Pending`.
+State that outlives an op (segments, routings, splits) is kept here by (microbatch, chunk, layer) and dropped by the op
+that uses it last; `assert_clean` proves that nothing is left after a step.
 
-What the parts of a layer read, and of what their gradients are made, is in the layer's description
-(`program/parts.py`): a part that computes is the method `forward_<part>` of the layer's module, which takes its inputs
-and the state that the part `takes`, and returns its outputs and what it `makes`. Experts' rows are exchanged here. A
-part that communicates otherwise is two methods of the module, `forward_<part>` and `backward_<part>`, which return a
-value and a `Pending`.
+The layer's description (`program/parts.py`) says what each part reads and which values its gradients come from. A
+compute part is the method `forward_<part>` of the layer's module. It takes the part's inputs and the state in `takes`,
+and returns the part's outputs and the state in `makes`. This file exchanges the rows of experts. Any other
+communication part is two methods of the module, `forward_<part>` and `backward_<part>`, which return a value and a
+`Pending`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Place = tuple[int, int, int]
 """(microbatch, chunk, layer)."""
 
 CommResult = tuple[Tensor | None, Pending]
-"""A communication op's value and when it may be read."""
+"""A communication op's value, and a `Pending` that says when it may be read."""
 
 
 @dataclass(frozen=True)
 class Activation:
-    """What travels between pipeline ranks: a tensor of this shape and dtype, [B, S, D]."""
+    """The shape [B, S, D] and dtype of activations that pipeline ranks send each other."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Activation:
 
 
 class Actions:
-    """What the ops of one rank do, on the microbatches that the executor was given last."""
+    """The actions of one rank's ops, on the executor's current microbatches."""
 
     def __init__(
         self,
@@ -66,30 +66,30 @@ class Actions:
         on_step: Callable[[], None] | None,
         room: RowRoom,
     ) -> None:
-        """Without an `on_step`, in programs of forwards alone, no graphs are kept."""
+        """Without `on_step`, for forward-only programs, no graphs are kept."""
         self._layout, self._chunks, self._units, self._groups = layout, chunks, units, groups
         self._activation, self.on_step, self._room = activation, on_step, room
         self._segments: dict[tuple[str, Place], Segment] = {}
-        self._state: dict[Place, dict[str, Any]] = {}  # what parts take and make: routing, splits
+        self._state: dict[Place, dict[str, Any]] = {}  # in `takes` and `makes` of parts: routing, splits
         self._host = HostMemory(pinned=activation.device.type == "cuda")
         self._wiring: dict[tuple[str, str], Wiring] = {}
         self._written: dict[tuple[UnitName, int], set[Weight]] = {}
         self.training = on_step is not None
         self.on_update: Callable[[PlannedUnit], Sequence[Tensor]] | None = None
-        """Updates a unit by what the step before has reduced, and hands over the memory of that."""
+        """Updates a unit with the gradients that the last step reduced, and returns those gradients' memory."""
         self.on_matrices: Callable[[str, PlannedUnit, int], Pending] | None = None
-        """Does one of `WHOLE_MATRICES` with a unit, in a slot."""
+        """Runs one of `WHOLE_MATRICES` on a unit and a slot."""
         self.allocating: Callable[[Lane], AbstractContextManager[object]] = lambda _: nullcontext()
-        """Inside, new tensors are memory of another lane than the one in use."""
+        """In this context new tensors are allocated in the memory pool of the given lane."""
         self.microbatches: Sequence[Microbatch] = ()
         self.losses: list[Tensor] = []
         self.weights_M = torch.empty(0)
         """Factor of each microbatch's loss, fp32: see Note: [The mean over the tokens of a step]."""
         self.loads: dict[int, Tensor] = {}
-        """Rows that each expert was sent in this step by this rank's tokens, by layer: int64 [E]."""
+        """Rows that this rank's tokens sent to each expert in this step, by layer: int64 [E]."""
 
     def find(self, op: Op) -> Callable[..., Any]:
-        """The action of an op. Ops that read weights first make sure that they may."""
+        """The action of an op. An op that reads weights first asserts that they are gathered."""
         read = unit_read(op, self._layout)
         if read is None:
             return self._find(op)
@@ -117,12 +117,12 @@ class Actions:
         return partial(getattr(self, op.verb), wiring)
 
     def assert_clean(self) -> None:
-        """Nothing may be left after a step."""
+        """Assert that nothing is left after a step."""
         left = [*self._segments, *self._state, *self._written]
         assert not left, f"left after the step: {left[:5]}"
 
     def discard(self) -> None:
-        """Forget everything that an interrupted step left."""
+        """Drop everything that an interrupted step left."""
         self._segments.clear()
         self._state.clear()
         self._written.clear()
@@ -131,9 +131,9 @@ class Actions:
     # -- parts of layers that compute ------------------------------------------------------------------------
 
     def _forward(self, op: Op, fn: Callable[..., Any], *inputs: Any) -> Any:
-        """Run a part: as a segment, or without a graph if there is no backward or it will run once more for it."""
+        """Run a part: in a segment, or without a graph if it has no backward or is recomputed for it."""
         again = self._layout.recomputes(op.part, op.layer)
-        lends = again and self._layout.part(op.part, op.layer).lends  # whose first forward is the one for its backward
+        lends = again and self._layout.part(op.part, op.layer).lends  # then the graph is of the first forward
         if not self.training or (again and (op.verb == "fwd") != lends):
             with torch.no_grad():
                 return fn(*inputs)
@@ -141,7 +141,7 @@ class Actions:
         return segment.forward(fn, *inputs)
 
     def _saver(self, op: Op, inputs: Sequence[Any]) -> Saver | None:
-        """What holds the saved tensors of a part's segment; None: the segment itself."""
+        """The saver of a segment's tensors; None: the segment keeps them itself."""
         if lent_to(self._layout, op.part, op.layer):
             return RebuiltTensor()
         if not self._layout.offloads(op.part, op.layer):
@@ -152,28 +152,28 @@ class Actions:
         return OffloadedTensors(self._activation.device, stay)
 
     def _is_foreign(self, read: str, layer: int) -> bool:
-        """Whether what a part of a layer reads may be memory of a communication lane.
+        """Whether an input of a part may be memory of a communication lane.
 
-        So is all that may be the input of a stage's first layer under another name.
+        The input of a pipeline stage's first layer may be, under any name that a part reads it by.
         """
         source = read.partition(".")[0]
         exchanged = source != INPUT and self._layout.part(source, layer).communicates
         return exchanged or layer in self._layout.bounds[1:]
 
     def offload(self, op: Op) -> tuple[list[Tensor], Pending]:
-        """Copy what a forward has saved to the host's memory. Hands over the memory that it leaves."""
-        saved = self._away(op).take()
+        """Copy a forward's saved tensors to host memory. Returns the device tensors, whose memory becomes free."""
+        saved = self._offloaded(op).take()
         self._host.store((op.part, op.slot), saved)
         return saved, DONE
 
     def reload(self, op: Op) -> tuple[list[Tensor], Pending]:
-        """Copy it back, for the backward."""
+        """Copy them back for the backward."""
         with self.allocating("compute"):
-            saved = self._away(op).place()
+            saved = self._offloaded(op).place()
         self._host.load((op.part, op.slot), saved)
         return saved, DONE
 
-    def _away(self, op: Op) -> OffloadedTensors:
+    def _offloaded(self, op: Op) -> OffloadedTensors:
         saver = self._segments[op.part, _place(op)].saver
         assert isinstance(saver, OffloadedTensors), f"{op} is of a part that keeps all here"
         return saver
@@ -196,9 +196,9 @@ class Actions:
         return list(result) if part.outputs else result
 
     def recompute(self, wiring: Wiring, op: Op, *values: Any) -> Any:
-        """Forward once more: for the segment, or for the value if that is what the part lends.
+        """Run forward again, to build the segment, or to compute the value that the part lends.
 
-        What the part made stays what it was: a row is where forward put it.
+        State made by the first forward is reused: each row must go where that put it.
         """
         part, state = wiring.part, self._state.get(_place(op), {})
         kept = [self._taken(name, op) for name in part.takes] + [state[name] for name in part.makes]
@@ -223,11 +223,11 @@ class Actions:
         return getattr(self._chunks[op.chunk].layer(op.layer), f"forward_{op.part}")
 
     def _taken(self, name: str, op: Op) -> Any:
-        """State of a layer and microbatch that a part takes."""
+        """A piece of state that a part takes."""
         if name == "documents":
             return self.microbatches[op.microbatch].documents
         state = self._state.setdefault(_place(op), {})
-        if name == "splits" and name not in state:  # nobody has exchanged rows: all stay here
+        if name == "splits" and name not in state:  # no exchange has run: all rows stay on this rank
             self._split(op)
         return state[name]
 
@@ -239,23 +239,23 @@ class Actions:
     # -- parts of layers that communicate ----------------------------------------------------------------------
 
     def communicate(self, wiring: Wiring, op: Op, *values: Any) -> CommResult:
-        """A part on a lane of its own: the layer's module moves the value, or the gradient back."""
+        """A part with its own lane: the module communicates the value, or in backward the gradient."""
         way, moved = ("backward", wiring.grads(values)) if op.verb == "bwd" else ("forward", wiring.inputs(values))
         method = getattr(self._chunks[op.chunk].layer(op.layer), f"{way}_{op.part}")
         return method(*moved, *[self._taken(name, op) for name in wiring.part.takes])
 
     def _split(self, op: Op) -> Any:
-        """Tell the ranks how many of a layer's rows go where; kept for all exchanges of the layer and microbatch."""
+        """Exchange the row counts of a layer; all its exchanges of this microbatch use them."""
         state, group, room = self._state[_place(op)], self._groups.a2a, self._room.now
         if room is None or group.size == 1:
-            placed = self._layout.placed and not self._layout.uncounted  # else by the transport that needs no host
+            placed = self._layout.placed and not self._layout.uncounted  # else this fallback uses the plain transport
             state["splits"] = exchange_counts(state["routing"], group, placed)
         else:
             state["splits"] = place_counts(state["routing"], group, room)
         return state["splits"]
 
     def exchange_fwd(self, wiring: Wiring, op: Op, *values: Any) -> CommResult:
-        """Rows to their experts, or back."""
+        """Send rows to their experts, or back."""
         (rows,) = wiring.inputs(values)
         if wiring.part.way == "out":
             state = self._state[_place(op)]
@@ -268,7 +268,7 @@ class Actions:
     exchange_recompute = exchange_fwd
 
     def exchange_bwd(self, wiring: Wiring, op: Op, *values: Any) -> CommResult:
-        """Gradients of rows the other way."""
+        """Send the rows' gradients the opposite way."""
         (grad,) = wiring.grads(values)
         state = self._state[_place(op)]
         if wiring.part.way == "out":
@@ -323,7 +323,7 @@ class Actions:
         return None, self._complete(op).reduce(op.slot, last=op.microbatch == len(self.microbatches) - 1)
 
     def _complete(self, op: Op) -> PlannedUnit:
-        """The unit of an op, with all of its gradient in the slot, if that is where it is written."""
+        """The unit of an op. Parts of its slot's gradient that no wgrad has written are zeroed."""
         name = unit_moved(op)
         unit = self._units[name]
         if not unit.collects:
@@ -337,7 +337,7 @@ class Actions:
         self._units[unit_moved(op)].release()
 
     def update(self, op: Op) -> Sequence[Tensor]:
-        """The gradients that were read: see Note: [What an update has read is the compute lane's]."""
+        """The gradients it has read: see Note: [An update's gradients belong to the compute lane]."""
         return () if self.on_update is None else self.on_update(self._units[unit_moved(op)])
 
     def collect(self, op: Op) -> CommResult:
@@ -363,13 +363,13 @@ class Actions:
     # -- communication of rows and activations ---------------------------------------------------------------
 
     def _all_to_all(self, rows: Tensor, table: RowTable | HostBlocks | Blocks, room: int = 0) -> tuple[Tensor, Pending]:
-        """Exchange rows [R, D] between expert-parallel ranks. What arrives is followed by anything, up to `room`."""
+        """All-to-all of rows [R, D] between expert-parallel ranks. Rows after the received ones are undefined."""
         count = table.room
         out = rows.new_empty((max(count, room), rows.shape[1]))
         return out, self._groups.a2a.all_to_all(out[:count], rows, table)
 
     def _edge(self, op: Op) -> Group:
-        """The group of a send or receive."""
+        """The process group of a send or receive."""
         if op.part == TIED:
             return getattr(self._groups, op.lane)
         back = "_back" if self._layout.turns(op.chunk) else ""
@@ -379,7 +379,7 @@ class Actions:
 
     @property
     def _tied(self) -> PlannedUnit:
-        """The unit of a tied embedding, which another rank has too."""
+        """The unit of a tied embedding, of which another pipeline rank has a copy."""
         return self._units["embed", 0, -1]
 
     def send(self, op: Op, *values: Tensor) -> CommResult:
@@ -402,21 +402,21 @@ def _place(op: Op) -> Place:
 
 # --------------------------------------------------------------------------------------------------------------- wiring
 #
-# Where a part finds what it works on among the values that its op reads.
+# Which of an op's values are a part's inputs and output gradients.
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """Where a part finds its inputs, and the gradients of its outputs, among the values that its op reads."""
+    """Where a part's inputs and the gradients of its outputs are among the values that its op reads."""
 
     part: Part
     sources: tuple[tuple[int, int], ...]
-    """Of each input: which value, and which of its outputs; -1 for all of it."""
+    """Per input: index of the value, and of the output in it; -1 for the whole value."""
     readers: tuple[tuple[int, int], ...]
-    """Of each output: in which value its gradient is, and where in that; -1 for all of it. (-1, -1) has none."""
+    """Per output: index of the value with its gradient, and the index in that; -1 for all of it. (-1, -1): none."""
     first: bool
     last: bool
-    """Whether it is the layer's first part, or its last one."""
+    """Whether the part is the layer's first, and whether its last."""
 
     @classmethod
     def of(cls, kind: LayerKind, part: Part) -> Wiring:

@@ -1,4 +1,4 @@
-"""One rank's planned training: the program, the sharded model, the optimizer and the executor, put together.
+"""One rank's planned training: builds the program, the sharded model, the optimizer and the executor.
 
 The trainer, the benchmarks and the tests all drive this. The default process group must exist unless the
 world has one rank or the transport is `null`.
@@ -18,14 +18,14 @@ from hocket.engine.actions import Actions, Activation
 from hocket.engine.executor import Executor
 from hocket.engine.experts import Balance, RowRoom
 from hocket.engine.graphed import GraphedSteps, Record, Way, from_turn_one, recorder_of
-from hocket.engine.standstill import Standstill
+from hocket.engine.hang_report import HangReport
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.fsdp.planned.optimizer import AdamWOptions, MuonOptions, PlannedAdamW
 from hocket.kernels import IGNORED
 from hocket.layers.linears import Linears, SplitLinears, gathered_in_fp8, linears_of
 from hocket.layers.slices import whole_shape
-from hocket.layers.tensor import Tensors, ways_of
-from hocket.model.context import Shared
+from hocket.layers.tensor import TensorParallel, ways_of
+from hocket.model.context import ContextRank
 from hocket.model.documents import Context, Documents, Microbatch
 from hocket.model.parts import ExpertPlace
 from hocket.model.source import ChunkPlace, ModelSource, OwnTransformer
@@ -50,29 +50,29 @@ from hocket.runtime.world import everyone
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step says about itself. Tensors, so that nobody has to wait for the GPU."""
+    """Results of one optimizer step. They are tensors, so that reading the result does not wait for the GPU."""
 
     loss: Tensor
-    """What this rank adds to the mean cross-entropy of the step, which is the mean over data-parallel ranks, fp32; 0 on
-    ranks without the head."""
+    """This rank's summand of the step's mean cross-entropy, fp32. Its mean over data-parallel ranks is the step's loss;
+    0 on ranks without the head."""
     grad_norm: Tensor
     """Norm of the whole gradient before clipping."""
     loads: dict[int, Tensor]
-    """Rows per expert and MoE layer of this pipeline rank, summed over data-parallel ranks: int64 [E]."""
+    """Rows per expert in each MoE layer of this pipeline rank, summed over data-parallel ranks: int64 [E]."""
     skipped: Tensor
-    """Whether the step was not taken, and weights stay as they were: a bool."""
+    """Whether the update was skipped and weights did not change: a bool."""
     lacked: int = 0
-    """Rows of one rank that found no room, so that the step was made again with splits that the host knows; 0: none."""
+    """Rows of the fullest rank if over capacity, so that the step ran again with splits known to the host; else 0."""
     grown: bool = False
-    """Of such a step: whether there is more room since; if not, the host knows splits from then on."""
+    """After an overflow: whether the capacity was raised. If not, the host reads the splits in all later steps."""
     way: Way = "issued"
-    """How the host made it."""
+    """How the host issued the step."""
     imbalance: float | None = None
-    """Where documents are shared by ranks: how much longer than on average the busiest one attends; 0.05 is 5 %."""
+    """With context parallelism over documents: excess attention work of the busiest rank; 0.05 is 5 % over the mean."""
 
 
 class Agreed(NamedTuple):
-    """What all ranks say together."""
+    """Results that all ranks have reduced together."""
 
     loss: float
     loads: dict[int, float]
@@ -81,20 +81,20 @@ class Agreed(NamedTuple):
     grad_norm: float
     """Of the last step, before clipping."""
     skipped: bool
-    """Whether the last step was."""
+    """Whether the last step's update was skipped."""
     skipped_of_run: int
 
 
 class Engine:
     """One rank of a planned run. `config` must be resolved: no setting is `auto`.
 
-    `groups` may be shared by engines of the same mesh that take turns; without it the engine makes its own. Without
-    `update` a step ends with reduced gradients, which are dropped: there is no optimizer, and weights stay. `source`
-    is where the model comes from, by default hocket's own transformer.
+    `groups` may be shared by engines of one mesh that take turns; by default the engine makes its own. Without `update`
+    there is no optimizer: a step drops its reduced gradients, and weights do not change. `source` makes the model, by
+    default hocket's own transformer.
     """
 
     lane_seed = 0
-    """Seed of the order in which a CPU serves its lanes. Every legal order gives the same result; tests take others."""
+    """Seed of the order in which a CPU runs the lanes' ops. Every legal order gives the same result; tests vary it."""
 
     def __init__(
         self,
@@ -117,10 +117,10 @@ class Engine:
         assert_valid(self.program)
         transport = config.train.transport
         assert transport != "auto", "the configuration is not resolved"
-        self._lent = groups is not None
+        self._groups_given = groups is not None
         self.groups = groups or make_groups(self.mesh, rank, device, transport, comm_options(config, device))
         self.room = RowRoom(config, self.groups, device)
-        self._tensors = Tensors.of(self.groups.tp, device) if self.mesh.tp > 1 else None
+        self._tensors = TensorParallel.of(self.groups.tp, device) if self.mesh.tp > 1 else None
         self._linears = self._make_linears()
         self.shared = self._share()
         ends: dict[str, nn.Parameter] = {}
@@ -153,12 +153,12 @@ class Engine:
         sides = [] if self._tensors is None else [self._tensors.side]
         lanes = self.layout.lanes
         self.lanes: Lanes = CudaLanes(device, sides, lanes) if on_gpu else CpuLanes(lanes)
-        # Numbers of a step are read on a stream of their own: see Note: [A step's numbers come before its updates].
+        # A step's numbers are read on a separate stream: see Note: [A step's numbers come before its updates].
         self._numbers = SideStream(device)
         self._loss_of_step = self._grad_norm = torch.zeros((), device=device)
         self._skipped = torch.zeros((), dtype=torch.bool, device=device)
         self.learnt = torch.zeros((), dtype=torch.int64, device=device)
-        """Targets that counted in the last step or validation, of all data-parallel ranks."""
+        """Targets that counted in the last step or validation, summed over data-parallel ranks."""
         self.executor = self.executor_for(self.program, self._finish_step)
         self._validation: Executor | None = None
         self._graphed: GraphedSteps | None = None
@@ -167,7 +167,7 @@ class Engine:
             self._graphed = self.graphed_by(recorder_of(self.lanes))
 
     def graphed_by(self, record: Record) -> GraphedSteps:
-        """What records and replays this engine's steps."""
+        """Makes the recorder of this engine's steps."""
         tp, one = self.groups.tp, torch.zeros(1, device=self.device)
         tokens = tp.tokens()
         if isinstance(tokens, CopiedTokens):
@@ -201,30 +201,30 @@ class Engine:
         )
 
     def _make_linears(self) -> Linears:
-        """Whole weights, or those of a tensor-parallel rank."""
+        """Linear layers on whole weights, or on a tensor-parallel rank's slices."""
         if self._tensors is None:
             return linears_of(self.config)
         return SplitLinears(self._tensors, ways_of(self.config), self.config.train.sequences)
 
-    def _share(self) -> Shared | None:
-        """What cuts this rank's part out of sequences; None if it has them whole."""
+    def _share(self) -> ContextRank | None:
+        """Cuts this rank's part out of each sequence; None without context parallelism."""
         c, ranks = self.config, self.mesh.cp
         if ranks == 1:
             return None
         length = c.data.sequence_length
         even = None if c.overlap.cp.method == "heads" else attending(c.model, length)
-        return Shared(c.train.sequences, length, ranks, self.where.cp, self.device, even)
+        return ContextRank(c.train.sequences, length, ranks, self.where.cp, self.device, even)
 
     def _activation(self) -> Activation:
-        """What passes between layers: this rank's tokens of a microbatch."""
+        """Describes the activation between layers: this rank's tokens of a microbatch."""
         c = self.config
         shape = (c.train.sequences, c.tokens // c.train.sequences) if self.mesh.tp == 1 else (1, c.tokens)
         return Activation((*shape, c.model.hidden), self.dtype, self.device)
 
     def executor_for(self, program: Program, on_step: Callable[[], None] | None) -> Executor:
-        """What runs a program on this engine's weights and groups. It must fit them: same layout, no more slots.
+        """An executor for a program on this engine's weights and groups; same layout, and no more slots.
 
-        `on_step` is what the program's `step` op does; None, for a program of forwards alone, keeps no graphs.
+        `on_step` implements the program's `step` op; with None, for a forward-only program, no graphs are kept.
         """
         pp = self.where.pp
         units, activation = self.sharded.units, self._activation()
@@ -238,31 +238,31 @@ class Engine:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host's memory that this rank's steps will take, by the cost model."""
+        """Bytes of host memory that this rank's steps need, by the cost model."""
         costs = costs_of(self.config, hardware_of(self.config))
         return host_bytes(self.program, self.where.pp, costs)
 
     @property
     def skipped(self) -> Tensor:
-        """Steps of the run that were not taken so far: a whole number on the device."""
+        """Updates skipped in this run so far: an integer on the device."""
         assert self._optimizer is not None, "this engine has no optimizer"
         return self._optimizer.guard.total
 
     @property
     def optimizer(self) -> PlannedAdamW:
-        """The optimizer of an engine that updates weights, which has made all updates so far."""
+        """The optimizer, after all pending updates; only if the engine updates weights."""
         assert self._optimizer is not None, "this engine has no optimizer"
         self._optimizer.catch_up()
         return self._optimizer
 
     def catch_up(self) -> None:
-        """Make the updates that the last step has left to the next one, for those who read weights in between."""
+        """Apply the updates that the last step deferred to the next one, before weights are read."""
         if self._optimizer is not None:
             self._optimizer.catch_up()
 
     def init_weights(self) -> None:
-        """Give every weight its first value; the same on any mesh."""
-        self.catch_up()  # no update of an earlier step may come later
+        """Initialize every weight; the values are the same on any mesh."""
+        self.catch_up()  # a deferred update must not change the new values
         self.init_buffers()
         first = self.where.ep * (self.config.model.experts // self.mesh.ep)
         shapes = {w.name: w.shape for unit in self.sharded.units.values() for w in unit.weights}
@@ -274,14 +274,14 @@ class Engine:
             bias.copy_(self.source.value(name, tuple(bias.shape), 0, self.device))
 
     def init_buffers(self) -> None:
-        """Make what there is beside weights. Where a checkpoint is loaded next, no more is needed."""
+        """Initialize buffers. That is enough if a checkpoint is loaded next."""
         for chunk in self.chunks:
             self.source.begin(chunk, self.device)
 
     def train_step(self, microbatches: Sequence[Microbatch], lr: float) -> StepResult:
-        """One optimizer step over this rank's microbatches. Without communication `lr` is 0: nothing is learnt.
+        """One optimizer step over this rank's microbatches. With the `null` transport `lr` is taken as 0.
 
-        With `overlap.dp.update = next_step` weights change when the next step begins, or with `catch_up`.
+        With `overlap.dp.update = next_step` weights change at the start of the next step, or in `catch_up`.
         """
         assert len(microbatches) == self.program.microbatches
         self._lr = 0.0 if self.config.train.transport == "null" else lr
@@ -296,14 +296,14 @@ class Engine:
 
     @property
     def replays(self) -> bool:
-        """Whether steps are replayed, but for the first ones."""
+        """Whether steps after the first ones are replayed."""
         return self._graphed is not None
 
     def _finish_step(self) -> None:
-        """What the plan's `step` op does, once every gradient has been reduced."""
+        """The plan's `step` op, which runs after every gradient has been reduced."""
         enter = self.executor.recorder.enter
         enter("looking for rows that found no room")
-        lacked = self.room.look()
+        lacked = self.room.check_overflow()
         self.sharded.complete_grads()
         enter("the sum, over tensor-parallel ranks, of gradients that all of them have")
         self.sharded.sum_shared_grads()
@@ -322,64 +322,64 @@ class Engine:
         self._numbers.fork()
         enter("the optimizer")
         self._optimizer.apply(later=self._leaves_updates)
-        if self._optimizer.exchanges:  # a rank that hangs there hangs in this step
+        if self._optimizer.exchanges:  # then the host waits here: a hang in an update is reported in this step
             self._numbers.fork()
 
     def _run(self, executor: Executor, microbatches: Sequence[Microbatch]) -> list[Tensor]:
-        """Run all ops once; if rows found no room, once more, with splits that the host knows.
+        """Run all ops once. If rows exceeded the capacity, run them again with splits known to the host.
 
         See Note: [Fixed capacity without dropped rows].
         """
         assert self.config.data.packing != "off" or all(m.documents is None for m in microbatches), "packing is off"
         if self.shared is not None:
             microbatches = self.shared.parts(microbatches)
-        microbatches = self.weighed(microbatches, executor)
+        microbatches = self.with_loss_weights(microbatches, executor)
         self.sharded.forget_casts()
         graphed = self._graphed if executor is self.executor else None
         losses = (graphed or executor).run(microbatches)
-        if not executor.actions.training:  # a step looks before it changes weights
-            self.room.look()
+        if not executor.actions.training:  # a training step does so before it changes weights
+            self.room.check_overflow()
         if self.room.lacked:
             self.forget_graph()
             executor.assert_clean()
             executor.rehearse()
-            losses = self.room.again(lambda: executor.run(microbatches))
-            if self.room.now is None:  # hosts know splits, and so issue every step
+            losses = self.room.rerun(lambda: executor.run(microbatches))
+            if self.room.now is None:  # the host must read splits from now on, so steps cannot be replayed
                 self._graphed = None
         return losses
 
-    def weighed(self, microbatches: Sequence[Microbatch], executor: Executor) -> list[Microbatch]:
-        """Tell the executor what each microbatch's loss weighs, and packed ones what their tokens do in other means.
+    def with_loss_weights(self, microbatches: Sequence[Microbatch], executor: Executor) -> list[Microbatch]:
+        """Sets the weight of each microbatch's loss, and returns packed ones with weights for their other means.
 
         See Note: [The mean over the tokens of a step].
         """
         counts_M3 = torch.stack([_counts(microbatch) for microbatch in microbatches])
         total_3 = counts_M3.sum(0)
-        executor.recorder.active = True  # ranks wait for each other here, before the step's first op
+        executor.recorder.active = True  # ranks already wait for each other here, before the step's first op
         executor.recorder.enter("the sum of all ranks' targets, ahead of all ops")
         self.groups.sum_over_dp(total_3)
         self.learnt = total_3[0]
         executor.actions.weights_M = (counts_M3[:, 0].double() * self.mesh.data / total_3[0].clamp(min=1)).float()
         if self.config.data.packing == "off":
             return list(microbatches)
-        weighs_2 = (self.mesh.data / total_3[1:].clamp(min=1).double()).float()
-        return [_told(microbatch, weighs_2) for microbatch in microbatches]
+        weights_2 = (self.mesh.data / total_3[1:].clamp(min=1).double()).float()
+        return [_with_means(microbatch, weights_2) for microbatch in microbatches]
 
     def _loss(self, losses: Sequence[Tensor], executor: Executor) -> Tensor:
-        """What this rank's microbatches, in their order, add to the mean over data-parallel ranks."""
+        """The summand of this rank's microbatches, in order, of the mean over data-parallel ranks."""
         if not losses:
             return torch.zeros((), device=self.device)
         return (torch.stack(list(losses)) * executor.actions.weights_M).sum()
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """As `StepResult.loss`, without training."""
+        """The loss of a forward pass, as `StepResult.loss`."""
         assert len(microbatches) == self.program.microbatches
         self.catch_up()
         return self._loss(self._run(self.validating, microbatches), self.validating)
 
     @property
     def validating(self) -> Executor:
-        """What runs forwards alone."""
+        """The executor of forward-only steps."""
         if self._validation is None:
             program = build_forward(self.program, self.config, sharding_of(self.config))
             assert_valid(program, forward_only=True)
@@ -387,7 +387,7 @@ class Engine:
         return self._validation
 
     def watch(self, microbatches: Sequence[Microbatch], see: Callable[[Op, Any], None]) -> None:
-        """Run forward without training, and call `see` with each op that computes and what it returned."""
+        """Run forward without training, and call `see` with each compute op and its result."""
         self.validating.watch(see)
         try:
             self.evaluate(microbatches)
@@ -397,21 +397,21 @@ class Engine:
     def agree(
         self, loss: Tensor, loads: Mapping[int, Tensor] | None = None, signal: int = 0, imbalance: float | None = None
     ) -> Agreed:
-        """What all ranks together say: the mean loss of the data-parallel ranks, loads, the largest of the others.
+        """Reduce over all ranks: the mean loss of data-parallel ranks; the maxima of loads, signal and imbalance.
 
-        `loads` are rows by expert of this rank's layers. The result is, by layer, those of the busiest expert over the
-        mean; it has all layers of the model with experts that were given. Waits for the step, but for the updates of
-        weights. Every rank calls this.
+        `loads` are this rank's rows per expert by layer. The result has, for each such layer of any rank, the load of
+        the busiest expert over the mean. Waits for the step, but not for the updates of weights. Collective: every
+        rank calls this.
 
         Note: [A step's numbers come before its updates]
-        Loss, norm and loads are known before the optimizer's kernels run. So they are summed and read on a stream of
-        their own, which is forked before the updates. The host issues the next step while the GPU updates weights, and
-        the GPU never waits for the first ops of a step. Where updates exchange something between ranks, the host waits.
+        Loss, norm and loads are known before the optimizer's kernels run. So they are summed and read on a separate
+        stream, forked before the updates. The host issues the next step while the GPU updates weights, and the GPU
+        never idles before the first ops of a step. Where updates communicate, the host waits for them.
         """
         for executor in self._executors:
             if executor.recorder.active:
                 executor.recorder.enter("the mean of all ranks' losses, after all ops")
-        if loss is not self._loss_of_step:  # a validation's, say
+        if loss is not self._loss_of_step:  # such as a validation loss
             self._numbers.fork()
         with self._numbers.on():
             agreed = self._agreed(loss, loads, signal, imbalance)
@@ -431,8 +431,8 @@ class Engine:
         *of_layers, most, uneven = largest.tolist()
         by_layer = {n: load for n, load in enumerate(of_layers) if load}
         skipped = self._skipped if self._optimizer is None else self.skipped
-        told = total[0], self._grad_norm, self._skipped, skipped
-        mean, norm, once, often = torch.stack([each.double() for each in told]).tolist()
+        numbers = total[0], self._grad_norm, self._skipped, skipped
+        mean, norm, once, often = torch.stack([each.double() for each in numbers]).tolist()
         uneven = None if imbalance is None else uneven
         return Agreed(mean, by_layer, int(most), uneven, norm, bool(once), int(often))
 
@@ -442,67 +442,67 @@ class Engine:
 
     @property
     def current_recorder(self) -> Recorder | None:
-        """The recorder of the executor that runs right now."""
+        """The recorder of the active executor."""
         return next((e.recorder for e in self._executors if e.recorder.active), None)
 
     def report(self, rank: int, device: bool = True) -> str:
-        """What this rank is doing, for a report of a hang; without `device`, as far as the host knows."""
+        """The hang report of this rank; without `device` it queries only the host."""
         recorder = self.current_recorder
-        return "" if recorder is None else Standstill(rank, recorder, self.groups, self.lanes, device).text()
+        return "" if recorder is None else HangReport(rank, recorder, self.groups, self.lanes, device).text()
 
     def assert_clean(self) -> None:
-        """After a step nothing may be left: no value, segment, slot or pending collective."""
+        """Assert that a step has left no value, segment, slot or pending collective."""
         for executor in self._executors:
             executor.assert_clean()
         self.sharded.assert_clean()
 
     def forget_graph(self) -> None:
-        """Where steps are recorded, forget the recording: the next step is recorded anew."""
+        """Drop the recording, if any: the next step is recorded again."""
         if self._graphed is not None:
             self._graphed.drop()
 
     def abort(self) -> None:
-        """After an exception inside a step: forget what it left. Weights and optimizer state stay.
+        """Clean up after an exception inside a step. Weights and optimizer state stay.
 
-        All ranks do this at the same point: what one has sent and another never asked for cannot be taken back.
+        All ranks must do this at the same point: a message that was sent but not received cannot be recalled.
         """
-        self.lanes.abort()  # first: from here on the caller's work comes after all that used the memory
+        self.lanes.abort()  # first: the caller's later work must run after all work that used the memory
         self.forget_graph()
         self.room.forget()
         for executor in self._executors:
             executor.abort()
-        self.catch_up()  # by the step before, which was complete
+        self.catch_up()  # the deferred updates are those of the step before, which was complete
         self.sharded.abort()
 
     def close(self) -> None:
-        """Give back memory, and the process groups that this engine has made: those that it was lent go on."""
+        """Free memory and the process groups that this engine has made; groups passed in stay."""
         self.forget_graph()
-        if not self._lent:
+        if not self._groups_given:
             self.groups.destroy()
 
 
 def _counts(microbatch: Microbatch) -> Tensor:
-    """Targets of a microbatch that count, tokens that are no padding, and sequences with such a token: int64 [3]."""
+    """Targets that count, tokens that are not padding, and sequences with at least one such token: int64 [3]."""
     learnt_BS, documents = microbatch.targets != IGNORED, microbatch.documents
     real_T = None if documents is None else documents.real_T
     real_BS = torch.ones_like(learnt_BS) if real_T is None else real_T.view_as(learnt_BS)
     return torch.stack([learnt_BS.sum(), real_BS.sum(), real_BS.any(1).sum()])
 
 
-def _told(microbatch: Microbatch, weighs_2: Tensor) -> Microbatch:
-    """A packed microbatch whose layers know what its tokens and sequences weigh."""
+def _with_means(microbatch: Microbatch, weights_2: Tensor) -> Microbatch:
+    """A packed microbatch with the weights of its tokens and sequences."""
     documents = microbatch.documents
     assert isinstance(documents, Documents | Context), "packed microbatches have documents"
-    return replace(microbatch, documents=replace(documents, weighs_2=weighs_2))
+    return replace(microbatch, documents=replace(documents, weights_2=weights_2))
 
 
 # --------------------------------------------------------------------------------------------------------- comm options
 #
-# How the groups of a configuration are made.
+# How the process groups of a configuration are made.
 
 
 def comm_options(config: Config, device: torch.device) -> CommOptions:
-    """How long groups wait, how much comes at once, how late a slow one is. `config` is resolved."""
+    """Timeouts, buffer sizes and imitated links of a resolved configuration's groups."""
     train = config.train
     options = CommOptions(
         timeout=train.hang_timeout + MARGIN,
@@ -515,22 +515,23 @@ def comm_options(config: Config, device: torch.device) -> CommOptions:
         return options
     links = {purpose: Link(*numbers) for purpose, numbers in train.slow_links().items()}
     spin = spinner(device) if device.type == "cuda" else None
-    return replace(options, tokens=0, links=links, spin=spin)  # copy engines know no imitated network
+    return replace(options, tokens=0, links=links, spin=spin)  # copy engines cannot imitate a slow link
 
 
 # ---------------------------------------------------------------------------------------------------------------- blame
 #
-# Where a number that is not finite came from: looked for once a run ends by it, when time does not matter.
+# Finds the source of a non-finite number once it has ended a run, when time does not matter.
 
 
 Found = tuple[float, int, int, str]
-"""Layer, part and microbatch of an op, and its name: the first of all is the least."""
+"""(layer, part, microbatch) of an op, and its name: the minimum ran first."""
 
 
 def blame(engine: Engine, microbatches: Sequence[Microbatch]) -> str:
-    """The first op whose output is not finite, with its rank; or the last unit whose gradient in the last step is not.
+    """Names the first op with a non-finite output, and its rank; or the last unit with a non-finite gradient.
 
-    Runs forward once more on the microbatches. Every rank calls this, and is told the same. Empty if all is finite.
+    Runs forward once more on the microbatches. Collective: every rank calls this and gets the same text; empty if all
+    is finite.
     """
     seen: list[Found] = []
 

@@ -1,13 +1,13 @@
 """The loop that runs one rank's list of ops.
 
-Everything that can be decided before the first step is decided in `_compile`: which action an op runs, which
-values it reads, what it waits for. What is left for every op is: wait, act, record, drop.
+`_compile` decides everything that can be known before the first step: which action an op runs, which values it reads,
+what it waits for. Per op the loop only waits, acts, records an event, and drops values.
 
 Note: [The first step is a rehearsal]
-A GPU loads a kernel when it is first launched, and may have to stand still for it. If another lane's receive
-spins at that moment, waiting for a rank that stands still for the same reason, nobody moves again. So on a GPU
-the first step runs one op at a time, in an order that is legal for all ranks together, and waits for each. It
-gives the same result; kernels, connections and memory are then there for the steps that overlap.
+A GPU loads a kernel at its first launch and may have to synchronize for that. If a receive kernel of another lane spins
+at that moment, waiting for a rank that is blocked for the same reason, both deadlock. So on a GPU the first step runs
+one op at a time, in an order that is legal for all ranks together, and synchronizes after each. Its result is the same;
+kernels, connections and memory are loaded for the steps that overlap.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hocket.runtime.lanes import Lanes
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """An op and all that the loop needs to know about it. Positions are those of the rank's list."""
+    """An op and what the loop needs to know about it. Positions are indices into the rank's list."""
 
     position: int
     op: Op
@@ -38,21 +38,21 @@ class Compiled:
     inputs: tuple[int, ...]
     """Ops whose values it reads."""
     waits: tuple[tuple[Lane, int], ...]
-    """Ops of other lanes that it comes after."""
+    """Ops of other lanes that it waits for."""
     awaited: bool
-    """Whether an op of another lane comes after it."""
+    """Whether an op of another lane waits for it."""
     frees: tuple[int, ...]
     """Ops whose values are dropped after it."""
     trims: tuple[tuple[int, tuple[int, ...]], ...]
-    """Ops of whose values some items are dropped after it, and which."""
+    """Ops of whose values some items are dropped after it, and the items' indices."""
 
 
 class Executor:
     """Runs the ops of one rank.
 
     `order` is this rank's part of an order that is legal for all ranks together (`program/linearize.py`). On a CPU
-    every step follows it, since ranks wait inside collectives there; on a GPU the first one, the rehearsal, and all
-    others follow the list.
+    every step follows it, since ranks wait inside collectives there. On a GPU only the first step, the rehearsal,
+    follows it; later steps follow the list.
     """
 
     def __init__(
@@ -66,48 +66,48 @@ class Executor:
     ) -> None:
         self._lanes, self.actions, self.recorder = lanes, actions, recorder
         self._plain = _compile(program.ranks[rank], program.layout, rank, actions)
-        self._list = self._plain  # or the same, shown under their names: see `annotate`
+        self._list = self._plain  # or annotated or watched copies
         self._order = order
-        self._ops = [self._list[p] for p in order]  # as the next step issues them
+        self._ops = [self._list[p] for p in order]  # in the issue order of the next step
         self._names: Sequence[str] | None = None
         self._rehearse = lanes.needs_rehearsal
         self._values: list[Any] = [None] * len(self._list)
 
     def follow(self, order: Sequence[int]) -> None:
-        """Issue the ops in another legal order from the next step on. On a GPU after the rehearsal only."""
+        """Issue the ops in another legal order from the next step on. On a GPU only after the rehearsal."""
         self._ops = [self._list[p] for p in order]
 
     def rehearse(self) -> None:
-        """Make the next step a rehearsal again, where steps differ from it: its kernels may be new."""
+        """Make the next step a rehearsal again, because it may launch new kernels."""
         self._rehearse = self._lanes.needs_rehearsal
         if self._rehearse:
             self.follow(self._order)
 
     @property
     def annotated(self) -> bool:
-        """Whether ops are shown under their names."""
+        """Whether ops are annotated in profiler traces."""
         return self._names is not None
 
     def annotate(self, on: bool = True) -> None:
-        """Show every op under its name in profiler traces from the next step on, or no longer.
+        """Turn the annotation of ops in profiler traces on or off, from the next step.
 
-        Costs a few microseconds per op while it is on. On a CPU the waits of the host are shown too, as `wait <op>`.
+        It costs a few microseconds per op. On a CPU the host's waits are annotated too, as `wait <op>`.
         """
         self._names = [str(c.op) for c in self._plain] if on else None
         self._list = [replace(c, run=_named(str(c.op), c.run)) for c in self._plain] if on else self._plain
         self._ops = [self._list[c.position] for c in self._ops]
 
     def watch(self, see: Callable[[Op, Any], None] | None) -> None:
-        """After every op that computes call `see` with what it returned, on its lane; with None, no longer."""
+        """Call `see` with each compute op and its result, on the op's lane; with None, stop."""
         self._names = None
         self._list = [_watched(c, see) if c.lane in COMPUTING else c for c in self._plain] if see else self._plain
         self._ops = [self._list[c.position] for c in self._ops]
 
     @torch.no_grad()
     def run(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
-        """Run all ops once. Returns the losses of the microbatches, empty on ranks without the head.
+        """Run all ops once. Returns the losses of the microbatches; empty on ranks without the head.
 
-        On a GPU the ops may still be running then: the recorder stays active, and who waits for them ends it.
+        On a GPU the ops may still be running on return. The recorder stays active until the caller has waited for them.
         """
         actions, lanes, values, recorder = self.actions, self._lanes, self._values, self.recorder
         actions.microbatches, actions.losses = microbatches, []
@@ -137,18 +137,18 @@ class Executor:
             if recorder.issued:
                 error.add_note(f"while op {recorder.issued[-1]} was issued: {recorder.ops[recorder.issued[-1]]}")
             raise
-        if self._rehearse:  # from now on lanes run side by side
+        if self._rehearse:  # from now on lanes overlap
             self._rehearse, self._ops = False, self._list
         return actions.losses
 
     def abort(self) -> None:
-        """Forget the values of an interrupted step, so that a later step starts clean. Nobody waits for it any more."""
+        """Forget the values of an interrupted step, so that a later step starts clean. Requires that no op waits."""
         self.recorder.end()
         self._values = [None] * len(self._values)
         self.actions.discard()
 
     def assert_clean(self) -> None:
-        """After a step no value, segment or routing may be left."""
+        """Assert that no value, segment or routing is left after a step."""
         left = [str(c.op) for c in self._list if self._values[c.position] is not None]
         assert not left, f"values left after the step: {left[:5]}"
         self.actions.assert_clean()

@@ -1,10 +1,10 @@
-"""What experts are sent: room for rows of which no host knows how many come, and the loads that move biases.
+"""Fixed capacity for experts' rows whose number the host does not know, and the router biases that balance loads.
 
-Whoever runs a program with a `RowRoom` does this, on all ranks alike:
+A caller that runs a program with a `RowRoom` does this, on all ranks alike:
 
-1. ops are issued, and devices lay rows out in `now`: see Note: [Fixed capacity without dropped rows];
-2. after all of them, and before weights change, `look` says how many rows of one rank lacked room;
-3. if any did, what was computed is thrown away, `again` issues the ops once more, and there is more room from then on.
+1. issue the ops; the device places rows in `now`: see Note: [Fixed capacity without dropped rows];
+2. after all ops, before weights change, ask `check_overflow` whether any rank received more rows than the capacity;
+3. if so, drop the results and issue the ops again through `rerun`, which also raises the capacity.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from hocket.runtime.comm import Groups
 T = TypeVar("T")
 
 ARRIVALS = 2
-"""Buffers in which rows arrive; see `runtime/peer_rows.py`."""
+"""Arrival buffers for rows; see `runtime/peer_rows.py`."""
 
 _USABLE = 0.95
-"""Share of a rank's memory that tensors may fill: between them the allocator leaves gaps."""
+"""Share of a rank's memory that tensors may fill; the rest allows for the allocator's fragmentation."""
 
 
 class Held(NamedTuple):
     """Bytes of a GPU's memory, as measured."""
 
     usable: int
-    """What the caching allocator has, and what it can still get: libraries hold the rest."""
+    """What the caching allocator has and can still get; libraries hold the rest."""
     at_rest: int
-    """Of tensors that are there between steps."""
+    """Tensors that exist between steps."""
     at_most: int
-    """Of tensors, at any moment so far."""
+    """Peak of all tensors so far."""
 
     def fits(self, factor: float, more: int) -> bool:
-        """Whether a step fits whose values take `factor` times as much, with `more` bytes beside it.
+        """Whether a step fits whose activations grow by `factor`, with `more` bytes beside them.
 
-        Not all values of a step grow with the rows that experts get, so this asks for more than is needed.
+        An upper bound: not all values of a step grow with the experts' rows.
         """
         return self.at_rest + factor * (self.at_most - self.at_rest) + more <= _USABLE * self.usable
 
 
 def _measured(device: torch.device) -> Held | None:
-    """What this rank's GPU holds; None on a CPU, whose memory nobody measures."""
+    """Measures this rank's GPU; None on a CPU."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -63,20 +63,20 @@ def _measured(device: torch.device) -> Held | None:
 
 
 class RowRoom:
-    """The room that one rank has, always as much as all others have."""
+    """The row capacity of one rank, equal on all ranks."""
 
     def __init__(self, config: Config, groups: Groups, device: torch.device) -> None:
         self._config, self._groups, self._device = config, groups, device
         self.now: Room | None = None
-        """What ops lay rows out in; None where hosts know how many come."""
+        """The current capacity; None where the host reads the row counts."""
         self.lacked = 0
-        """Rows of one rank that found no room when ops were issued last: it was done again, with room for all."""
+        """Rows that one rank received, if more than the capacity, so that the last step ran again; else 0."""
         self.measure: Callable[[], Held | None] = partial(_measured, device)
         if layout_of(config).uncounted:
             self.now = Room(rows_allowed(config), torch.zeros(1, dtype=torch.int64, device=device))
 
-    def look(self) -> int:
-        """Rows of one rank that found no room since the last look. Waits for the device, but only where some may."""
+    def check_overflow(self) -> int:
+        """The most rows that any rank received since the last call, if over capacity. Syncs only if that can be."""
         self.lacked = 0
         if self.now is not None and self.now.capacity < rows_at_most(self._config):
             self._groups.control.all_reduce(self.now.needed, "max").wait()
@@ -85,10 +85,10 @@ class RowRoom:
             self.lacked = most if most > self.now.capacity else 0
         return self.lacked
 
-    def again(self, run: Callable[[], T]) -> T:
-        """What `run` returns, which issues the ops whose rows `lacked` room: inside, hosts know how many rows come.
+    def rerun(self, run: Callable[[], T]) -> T:
+        """Runs `run`, which issues the ops that overflowed, with row counts read by the host.
 
-        After it there is more room, or if that would not fit on some rank, none: hosts know from then on.
+        Then raises the capacity. If some rank lacks memory for that, sets it to None: the host reads counts from then.
         """
         room, lacked, self.now = self.now, self.lacked, None
         assert room is not None
@@ -101,12 +101,12 @@ class RowRoom:
         return result
 
     def forget(self) -> None:
-        """Forget what ops have needed that nobody has looked at."""
+        """Reset the device's maximum of needed rows."""
         if self.now is not None:
             self.now.needed.zero_()
 
     def _grown(self, room: Room, rows: int) -> Room | None:
-        """Room for so many rows and some more; None if steps would not fit."""
+        """A capacity for `rows` with a margin; None if steps would not fit in memory."""
         config, capacity = self._config, rows_grown(self._config, rows)
         arrival = max(capacity, rows_evenly(config)) * config.model.hidden * config.element_bytes
         if not self._would_fit(capacity / room.capacity, ARRIVALS * arrival):
@@ -115,7 +115,7 @@ class RowRoom:
         return replace(room, capacity=capacity)
 
     def _would_fit(self, factor: float, more: int) -> bool:
-        """Whether all ranks have memory for steps of `factor` times the room, with `more` bytes of arrival buffers."""
+        """Whether steps with `factor` times the rows and `more` bytes of arrival buffers fit in memory on all ranks."""
         held = self.measure()
         agreed = torch.tensor([held is None or held.fits(factor, more)], dtype=torch.int64, device=self._device)
         self._groups.control.all_reduce(agreed, "min").wait()
@@ -124,25 +124,25 @@ class RowRoom:
 
 # ------------------------------------------------------------------------------------------------------------- balance
 #
-# The loads of a rank's experts, and what they move: biases, and shares for the load-balancing loss over a batch.
+# Loads of a rank's experts, and what they update: balance biases, and row shares for the load-balancing loss.
 
 
 class Balance:
-    """What all MoE layers of one rank were sent in a step, and the balance biases of their routers."""
+    """Loads of one rank's MoE layers in a step, and the balance biases of their routers."""
 
     def __init__(self, chunks: Sequence[Chunk], groups: Groups, rate: float) -> None:
-        """Biases move by `rate` in each step."""
+        """`rate`: how far biases move in each step."""
         self._groups, self._rate = groups, rate
         layers = ((int(name), layer) for chunk in chunks for name, layer in chunk.layers.items())
         self.layers = {number: layer for number, layer in layers if isinstance(layer, MoELayer)}
-        """By number."""
+        """By layer number."""
         self.loads: dict[int, Tensor] = {}
         """Rows per expert and layer in the last step, summed over data-parallel ranks: int64 [E]."""
 
     def update(self, mine: dict[int, Tensor], stay: Tensor) -> None:
-        """Sum this rank's loads with those of the others, and move the biases. Takes them out of `mine`.
+        """Sum this rank's loads with those of other ranks, update the biases, and clear `mine`.
 
-        `stay` is a bool on the device: biases do not move where it is true.
+        `stay` is a bool on the device: where true, biases do not change.
         """
         if mine:
             numbers = sorted(mine)
@@ -161,11 +161,11 @@ class Balance:
                 layer.router.share.copy_(torch.where(stay, layer.router.share, share))
 
     def shares(self) -> dict[str, Tensor]:
-        """The shares of the last step's rows by layer: live tensors, fp32 [E]. There are none where no loss asks."""
+        """Each expert's share of the last step's rows, by layer: live tensors, fp32 [E]. Only if a loss uses it."""
         layers = self.layers.items()
         return {str(n): layer.router.share for n, layer in layers if layer.router.share is not None}
 
     def biases(self) -> dict[str, Tensor]:
-        """The biases by name, as in a checkpoint: live tensors, fp32 [E]. There are none where the rate is 0."""
+        """The biases by checkpoint name: live tensors, fp32 [E]. Empty if the rate is 0."""
         layers = self.layers.items()
         return {f"layers.{n}.router.bias": layer.router.bias for n, layer in layers if layer.router.bias is not None}

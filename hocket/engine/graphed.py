@@ -1,26 +1,25 @@
-"""Steps whose calls to the GPU are recorded once and replayed: the host issues one graph, not thousands of kernels.
+"""Steps recorded once as a CUDA graph and replayed: the host issues one graph instead of thousands of kernels.
 
 Note: [What a recording holds]
-A replay makes the same calls on the same memory, and runs no Python. So nothing in a step may wait for the device to
-tell the host something, and whatever Python keeps from one step to the next must be the same before each:
+A replay makes the same GPU calls on the same memory and runs no Python. So no op of a recorded step may copy a value to
+the host, and all Python state kept between steps must be the same before each step:
 
-- microbatches are copied to where the recorded ones lay;
-- gradients are not forgotten: each step overwrites them where the recorded one left them (`PlannedModel.held`);
-- what the end of a step reads, losses and experts' loads, are the recorded tensors, with new values;
-- the end of a step itself, the plan's `step` op, is not recorded: norm, optimizer and balance run after each replay;
-  updates that it leaves to the next step are recorded with that one (`fsdp/planned/optimizer.py`);
-- packed documents have room for others: empty ones, up to twice as many as there were on any rank when it was made;
-- bytes move as they did: a group that has another transport since makes the recording void.
+- microbatches are copied into the recorded ones' memory;
+- gradients are not freed: each step overwrites them where the recorded one left them (`PlannedModel.held`);
+- losses and experts' loads, read at the end of a step, are the recorded tensors with new values;
+- the plan's `step` op is not recorded: norm, optimizer and balance run after each replay. Updates that it defers are
+  recorded with the next step (`fsdp/planned/optimizer.py`);
+- packed documents have spare capacity, filled by empty documents: twice the largest number on any rank when recorded;
+- transports are fixed: if a group's transport changes, the recording is dropped.
 
-Every step that runs op by op makes it void too, for it leaves gradients elsewhere: steps whose ops are shown under
-their names, and one that is made again since rows found no room. The next one is recorded anew.
+Every step issued op by op drops the recording too, because it allocates gradients elsewhere: annotated steps, and
+steps that run again because rows exceeded the capacity. The next one is recorded anew.
 
-Note: [Ranks record and replay apart]
-Each rank has a graph of its own, and nothing in one knows of the others: what ranks exchange, they exchange while their
-graphs run, as they would without, and a replay may begin before a peer begins its own. But all ranks replay a step, or
-none: copy engines say that they are there by a number that counts on, which in a recording is always the same. Within a
-graph the driver keeps the order that the lanes' events had and no other, so what is said in
-`Note: [All lanes' kernels fit on the chip together]` of lanes holds for the branches of a graph.
+Note: [Each rank replays its own graph]
+Each rank has its own graph, independent of the others. Ranks communicate inside their graphs as they would without, and
+a replay may begin before a peer's. But all ranks replay a step or none does: copy engines signal by a counter that
+rises with each step, and a recording would repeat its values. Within a graph the driver keeps only the order that the
+lanes' events gave, so `Note: [All lanes' kernels fit on the chip together]` applies to a graph's branches too.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from hocket.runtime.tokens import CopiedTokens
 from hocket.runtime.world import everyone
 
 WARM_UP = 3
-"""Steps before the recorded one: the rehearsal, and some in which libraries allocate what they keep."""
+"""Steps before the recorded one: the rehearsal, and some in which libraries allocate persistent memory."""
 
 Way = Literal["issued", "recorded", "replayed"]
-"""How the host made a step: op by op, op by op into a graph that then ran, or by one call."""
+"""How the host issued a step: op by op, op by op into a graph which then ran, or as one graph."""
 
 Record = Callable[[Callable[[], list[Tensor]]], tuple[list[Tensor], Callable[[], None]]]
-"""Records the calls of a function: (what it returned, how to make them again). It need not make them itself."""
+"""Records the calls of a function: (its result, a function that replays them). Recording need not run them."""
 
 
 def recorder_of(lanes: CudaLanes) -> Record:
-    """Records what a function issues on lanes. What goes wrong in it is raised, not what that does to the recording."""
+    """Records what a function issues on lanes. Raises the function's own error, not the failed capture that follows."""
 
     def record(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
         graph, first = torch.cuda.CUDAGraph(), list[BaseException]()
@@ -61,7 +60,7 @@ def recorder_of(lanes: CudaLanes) -> Record:
                     result = run()
                 except BaseException as error:
                     first.append(error)
-                    lanes.abort()  # a recording ends on the stream on which it began
+                    lanes.abort()  # a capture must end on the stream on which it began
                     raise
                 lanes.join()
         except BaseException as last:
@@ -74,7 +73,7 @@ def recorder_of(lanes: CudaLanes) -> Record:
 
 
 def from_turn_one(record: Record, tokens: CopiedTokens, meet: Callable[[], object]) -> Record:
-    """Records with turns of `tokens` that begin at one, and makes them so before each replay.
+    """Records with turns of `tokens` from one, and resets them before each replay.
 
     `meet` orders the current queues of all ranks. See Note: [Recorded turns begin at one].
     """
@@ -99,7 +98,7 @@ def from_turn_one(record: Record, tokens: CopiedTokens, meet: Callable[[], objec
 
 
 class GraphedSteps:
-    """Runs the steps of an executor, from some step on by replays. See Note: [What a recording holds]."""
+    """Runs an executor's steps, by replays after the first few. See Note: [What a recording holds]."""
 
     def __init__(
         self,
@@ -109,12 +108,12 @@ class GraphedSteps:
         transports: Callable[[], Sequence[object]],
         updates: PlannedAdamW | None,
     ) -> None:
-        """`transports` are those of all groups now; `updates` makes what a step leaves to the next one, if any."""
+        """`transports` returns those of all groups; `updates` applies deferred updates, if the plan has them."""
         self._updates = updates
         self._executor, self._model, self._record, self._transports = executor, model, record, transports
         self._moved_by: Sequence[object] = transports()
         self.way: Way = "issued"
-        """How the last step was made."""
+        """How the last step was issued."""
         self._issued = 0
         self._replay: Callable[[], None] | None = None
         self._inputs: list[Microbatch] = []
@@ -124,15 +123,15 @@ class GraphedSteps:
         self._loads: dict[int, Tensor] = {}
 
     def run(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
-        """A whole step, like `Executor.run`. The losses are overwritten by the next one."""
+        """A whole step, like `Executor.run`. The next step overwrites the losses."""
         executor, actions = self._executor, self._executor.actions
-        self._notice(self._transports())
+        self._follow_transports(self._transports())
         if self._issued < WARM_UP or executor.annotated:
             self.drop()
             self._issued += 1
             self.way = "issued"
             return executor.run(microbatches)
-        self._have_room(microbatches)
+        self._ensure_capacity(microbatches)
         self.way = "recorded" if self._replay is None else "replayed"
         if self._replay is None:
             self._replay = self._recorded(microbatches)
@@ -169,8 +168,8 @@ class GraphedSteps:
         self._model.held = True
         return replay
 
-    def _have_room(self, microbatches: Sequence[Microbatch]) -> None:
-        """If some rank has more documents than were recorded, record anew: on all ranks, which wait for each other."""
+    def _ensure_capacity(self, microbatches: Sequence[Microbatch]) -> None:
+        """If any rank has more documents than the recording's capacity, drop it. All ranks agree, so this waits."""
         mine = [each.documents for each in microbatches if isinstance(each.documents, Documents)]
         if not mine:
             return
@@ -180,8 +179,8 @@ class GraphedSteps:
             self.drop()
             self._documents = _Documents(2 * most, padded or self._documents.padded)
 
-    def _notice(self, moved_by: Sequence[object]) -> None:
-        """Where bytes move in another way since, begin again with a step op by op, in which that makes its memory."""
+    def _follow_transports(self, moved_by: Sequence[object]) -> None:
+        """If a transport has changed, issue the next step op by op, in which the new one allocates its memory."""
         if any(now is not before for now, before in zip(moved_by, self._moved_by, strict=True)):
             self.drop()
             self._moved_by, self._issued = moved_by, min(self._issued, WARM_UP - 1)
@@ -197,10 +196,10 @@ class GraphedSteps:
 
 @dataclass(frozen=True)
 class _Documents:
-    """What recorded microbatches have room for."""
+    """Capacity of recorded microbatches."""
 
     room: int
-    """Documents of one."""
+    """Documents per microbatch."""
     padded: bool
     """Whether there may be padding."""
 
@@ -208,14 +207,14 @@ class _Documents:
 def _copy(microbatch: Microbatch, room: _Documents) -> Microbatch:
     documents = microbatch.documents
     if isinstance(documents, Documents):
-        documents = documents.roomy(room.room, room.padded)
+        documents = documents.with_capacity(room.room, room.padded)
     return replace(microbatch, ids=microbatch.ids.clone(), targets=microbatch.targets.clone(), documents=documents)
 
 
 def _fill(into: Microbatch, microbatch: Microbatch) -> None:
-    """Give a recorded microbatch the values of another of the same shapes, but for the number of documents."""
+    """Copy a microbatch into a recorded one of the same shapes; only the number of documents may differ."""
     into.ids.copy_(microbatch.ids)
     into.targets.copy_(microbatch.targets)
     if isinstance(into.documents, Documents):
         assert isinstance(microbatch.documents, Documents)
-        into.documents.become(microbatch.documents)
+        into.documents.copy_from(microbatch.documents)

@@ -1,6 +1,6 @@
-"""What was decided about a run, why, and what it will do: `hocket explain`, and a file in the folder of every run.
+"""The decisions about a run, their reasons, and the predicted step: `hocket explain`, and a file in every run's folder.
 
-explanation.py   the object, its JSON, and as text for people
-build.py         the object, made of settings: what is hidden under what, prediction, units, groups and memory; what
-                 traces show beside it
+explanation.py   the object, its JSON, and its text
+build.py         builds the object from settings: what hides which communication, prediction, units, groups, memory, and
+                 what traces show
 """

@@ -1,4 +1,4 @@
-"""All of an explanation, from settings and what was found of the environment."""
+"""Builds an explanation from settings and findings about the environment."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from hocket.decision import AUTOMATIC
 from hocket.explain.explanation import FILE, Axis, Explanation, Overlap, Predicted, Row, State, Times, to_text
 from hocket.files import json_in
 from hocket.gpus import GPUS
-from hocket.planning import adapter_seconds, network, predict, program_of, rates, told_documents
+from hocket.planning import adapter_seconds, documents_note, network, predict, program_of, rates
 from hocket.predict.arrivals import arrival_bytes
 from hocket.predict.cost import CostTable, costs_of
 from hocket.predict.hardware import Hardware, hardware_of, hosts_of
 from hocket.predict.part_sizes import unit_weights
 from hocket.predict.simulate import KINDS, kind_of
 from hocket.predict.tensor_costs import by_pieces, model_of_rank
-from hocket.problems import harmless
+from hocket.problems import printable
 from hocket.program.mesh import P2P, PURPOSES, described, most_sms, mover_of
 from hocket.program.ops import UNITS, Program
 from hocket.program.shard import ALIGN
@@ -49,10 +49,10 @@ from hocket.variables import Finding
 if TYPE_CHECKING:
     from hocket_trace.data import Report
 
-# -- What is hidden under what, row by row -----------------------------------------------------------------------------
+# -- What hides which communication, row by row ------------------------------------------------------------------------
 
 ALWAYS = "always"
-"""The source of what no setting decides."""
+"""The source of behaviour without a setting."""
 _METHODS = {
     "ring": "its own product, on the rows that have come",
     "pipeline": "its own product, of the next rows",
@@ -76,7 +76,7 @@ def _row(
     kind: str = "",
     lacks: str = "",
 ) -> Overlap:
-    """A row, with the source and the reason of what decides it. `lacks` says why the run has no such communication."""
+    """A row, with the origin and reason of its setting. `lacks` says why the run has no such communication."""
     state: State = "n/a" if lacks else "on" if under else "off"
     decision = next((d for d in s.decisions if d.setting == setting), None)
     where = decision.source if decision else source(s, s.origins, setting) if setting else ALWAYS
@@ -194,19 +194,19 @@ def _experts(s: Settings) -> Iterator[Overlap]:
 
 
 # -- predicted ---------------------------------------------------------------------------------------------------------
-# What the plan's simulation says of a step's communication: times by kind, and the most that a rank holds.
+# The simulated communication of a step: times by kind, and the peak memory of ranks.
 #
 # Note: [An explanation is quick]
-# A step is simulated whole if it has few enough ops. One with more microbatches than it takes to reach the steady state
-# is simulated twice with fewer, a period apart, and continued: see Note: [Long steps are priced by their period]. One
-# that would take minutes even so is not simulated at all, which is said.
+# A step with few ops is simulated whole. One with more microbatches than are needed to reach the steady state is
+# simulated twice with fewer, a period apart, and extrapolated: see Note: [Long steps are priced by their period]. If
+# even that would take minutes, the step is not simulated, and the explanation says so.
 
 MOST_OPS = 40_000
-"""Ops of a program that is built and simulated in a second."""
+"""Ops of a program that can be built and simulated in a second."""
 LONGEST_OPS = 800_000
-"""Ops of the longest program that is simulated at all: in half a minute, and half a GiB."""
+"""Ops of the longest program that is simulated: it takes half a minute, and half a GiB."""
 OPS_PER_LAYER = {"dense": 12, "moe": 20}
-"""Ops of one layer in one microbatch, forward and backward: an estimate, from above if nothing is recomputed."""
+"""Ops of one layer in one microbatch, forward and backward: an upper estimate if nothing is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -217,14 +217,14 @@ class Step:
     costs: CostTable
     found: Predicted
     peaks: tuple[int, ...]
-    """The most bytes that each pipeline rank holds."""
+    """Peak bytes of each pipeline rank."""
     adapter: float
     """See `adapter_seconds`."""
 
 
 @without_collector()
 def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
-    """What is predicted of a step, and the step that was simulated for it: shorter than the run's, or none."""
+    """The prediction of a step, and the step that was simulated for it: shorter than the run's, or None."""
     hardware = hardware_of(settings)
     count = settings.train.microbatches
     per_microbatch = sum(OPS_PER_LAYER[kind] for kind in settings.model.kinds())
@@ -242,14 +242,14 @@ def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
         found = continued(short.found, step.found, periods)
         adapter = continued(short.adapter, step.adapter, periods)
         how = f"simulated with {few} and {more} microbatches, and continued to {count}"
-    told = told_documents(settings)
-    notes = [how, rates(settings, hardware), told and f"documents: {told}", network(settings, adapter, found.step)]
+    note = documents_note(settings)
+    notes = [how, rates(settings, hardware), note and f"documents: {note}", network(settings, adapter, found.step)]
     notes += _in_fp8(settings, hardware, step)
     return replace(found, note="; ".join(filter(None, notes))), step
 
 
 def _in_fp8(settings: Settings, hardware: Hardware, step: Step) -> Iterator[str]:
-    """What fp8 would save where it can be had. To round more is the user's choice."""
+    """A note on what fp8 would save, where it is possible. Whether to round more is the user's choice."""
     gpu = next((gpu for name, gpu in GPUS.items() if name == hardware.name), None)
     if settings.precision.dtype != "bf16" or gpu is None or gpu.capability < FROM:
         return
@@ -324,7 +324,7 @@ def units(settings: Settings) -> tuple[Row, ...]:
 
 
 def optimizer(settings: Settings) -> tuple[Row, ...]:
-    """All weights, by what the optimizer does with them."""
+    """All weights, by the optimizer's treatment."""
     from hocket.model.source import parameter_shapes  # imports torch
 
     return tuple(
@@ -340,7 +340,7 @@ def optimizer(settings: Settings) -> tuple[Row, ...]:
 
 
 def groups(settings: Settings) -> Iterator[Row]:
-    """All process groups with more than one member, by purpose, in the order in which they are made."""
+    """All process groups with more than one member, by purpose, in the order of their creation."""
     mesh = mesh_of(settings)
     for purpose in PURPOSES:
         members = settings.mesh.members(purpose)
@@ -365,7 +365,7 @@ def _moved_by(settings: Settings, purpose: Purpose) -> str:
 
 
 def memory(settings: Settings, step: Step | None) -> tuple[Row, ...]:
-    """What pipeline ranks hold; nothing of a step that was not simulated."""
+    """Memory of pipeline ranks; empty if the step was not simulated."""
     if step is None:
         return ()
     room, arrivals = hardware_of(settings).memory, arrival_bytes(settings)
@@ -378,11 +378,11 @@ def memory(settings: Settings, step: Step | None) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-# -- What traces of the run show, in the place of a prediction --------------------------------------------------------
+# -- What traces of the run show, in place of a prediction -------------------------------------------------------------
 
 
 def in_traces(report: Report, predicted: Predicted) -> Predicted:
-    """The step of the slowest rank; compute and times by kind as means over ranks and steps of the traces.
+    """The step of the slowest rank; compute and times by kind are means over ranks and steps of the traces.
 
     Raises ValueError if they hold no whole step.
     """
@@ -408,7 +408,7 @@ def in_traces(report: Report, predicted: Predicted) -> Predicted:
 
 
 def _waits(report: Report) -> str:
-    """What of the exposed time a prediction has elsewhere; empty if none is known."""
+    """A note on exposed time that a prediction counts as idle; empty if there is none."""
     waits = [step.exposed_waiting for step in report.steps if not isnan(step.exposed_waiting)]
     if not any(waits):
         return ""
@@ -419,7 +419,7 @@ def _waits(report: Report) -> str:
 
 
 def explain(settings: Settings, environment: Sequence[Finding]) -> Explanation:
-    """What was decided about a run, why, and what it will do. Pure; needs no GPU."""
+    """Explain the decisions about a run, and predict its step. Pure; needs no GPU."""
     predicted, step = simulated(settings)
     return Explanation(
         name=settings.run.name,
@@ -440,20 +440,20 @@ def explain(settings: Settings, environment: Sequence[Finding]) -> Explanation:
 
 
 def _recipe(origins: Mapping[str, str]) -> str:
-    """The file that a run is started with, or its recipe."""
+    """The file or recipe that a run is started with."""
     files = {origin.split(".toml:")[0] for origin in origins.values() if ".toml:" in origin}
     return f"{min(files)}.toml" if files else origins.get("", "").removeprefix("recipe ")
 
 
 def heading(settings: Settings) -> str:
-    """Ranks and what they are for."""
+    """A line about the ranks and their purposes."""
     t, ranks = settings.train, f"{settings.world} ranks = {described(settings.mesh)}"
     ranks += f", {settings.network.ranks_per_host} on each host" if hosts_of(settings) > 1 else ""
     return f"{ranks}, {t.device}, {settings.precision.compute}, {t.transport}"
 
 
 def _check(settings: Settings) -> tuple[str, ...]:
-    """How to measure it: the step against the same one without communication, and a trace of it, in another folder."""
+    """Commands to measure the run: against the same step without communication, and with a trace in another folder."""
     if settings.world == 1:
         return ()
     command = shlex.join(command_words(settings, settings.origins))
@@ -463,11 +463,11 @@ def _check(settings: Settings) -> tuple[str, ...]:
     return (f"hocket bench {command} --against hocket_null", f"hocket train {train} --profile && {traces}")
 
 
-# -- The explanation of a run, in its folder: written once, by the process that holds the folder, and read again -------
+# -- The explanation in a run's folder: written once, by the process that holds the lock, and read again ---------------
 
 
 def record(settings: Settings, folder: Path) -> None:
-    """Write what was decided about a run, and why, as `hocket explain` prints it: as JSON, and in it as text.
+    """Write the explanation of a run as JSON, which includes the text that `hocket explain` prints.
 
     Raises ValueError if it cannot be written.
     """
@@ -484,15 +484,15 @@ def record(settings: Settings, folder: Path) -> None:
 
 
 def read(name: str) -> tuple[dict[str, Any], str]:
-    """The explanation that a run has written, as JSON and as text; `name` is that of its folder or of the file.
+    """The explanation that a run has written, as JSON and as text; `name` is its folder or file.
 
-    Raises ValueError if there is none, or if it is not what a run writes.
+    Raises ValueError if it is missing or invalid.
     """
     path = Path(name)
     try:
         path = path / FILE if path.is_dir() else path
         found = json_in(path)
-        return found, harmless(str(found.pop("text")))
+        return found, printable(str(found.pop("text")))
     except OSError as error:
         reason, fix = f"cannot be read ({error.strerror})", f"the folder of a run, or its {FILE}"
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):

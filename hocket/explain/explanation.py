@@ -1,4 +1,4 @@
-"""Everything that is known about a run before it starts, as one value. Seconds, bytes and elements."""
+"""Everything that is known about a run before it starts, as one value. Units: seconds, bytes and elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hocket.sizes import duration
 from hocket.variables import Finding
 
 FILE = "explanation.json"
-"""Its name in the folder of a run."""
+"""File name in the folder of a run."""
 
 Axis = Literal["tp", "cp", "dp", "pp", "ep"]
 State = Literal["on", "off", "n/a"]
@@ -26,14 +26,14 @@ class Overlap:
     axis: Axis
     what: str
     under: str
-    """What runs meanwhile; empty if nothing does."""
+    """The work that overlaps with it; empty if there is none."""
     state: State
     setting: str
-    """That decides; empty if nothing does."""
+    """The deciding setting; empty if there is none."""
     source: str
     why: str
     kind: str = ""
-    """Kind of communication whose predicted times are these; empty where another row has them."""
+    """Kind of communication whose predicted times the row shows; empty if another row shows them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ class Times:
     """One kind of communication in one step: the mean over pipeline ranks."""
 
     seconds: float
-    """On its lanes."""
+    """Time on its lanes."""
     exposed: float
-    """While no compute runs."""
+    """Time without concurrent compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +52,12 @@ class Predicted:
 
     hardware: str
     step: float
-    """0 where the step was not simulated."""
+    """0 if the step was not simulated."""
     compute: float
     idle: float
     kinds: Mapping[str, Times]
     note: str = ""
-    """Where these figures do not come from simulating the whole step."""
+    """How these figures were made, if not by simulating the whole step."""
 
 
 Row = Mapping[str, Any]
@@ -66,46 +66,46 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What was decided about a run, and what it will do."""
+    """The decisions about a run, and its predicted step."""
 
     name: str
     recipe: str
-    """What it is started with: a recipe, or a file."""
+    """The recipe or file that starts it."""
     steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     heading: str
     digest: str
     overlaps: tuple[Overlap, ...]
     predicted: Predicted
     decisions: tuple[Decision, ...]
     units: tuple[Row, ...]
-    """What is gathered and reduced as one, by kind; elements and bytes are those of one, whole."""
+    """Units that are gathered and reduced as one, by kind; elements and bytes are those of one unsharded unit."""
     groups: tuple[Row, ...]
     """Process groups by purpose."""
     memory: tuple[Row, ...]
-    """Bytes that each pipeline rank holds. `arrivals`, where other ranks write what they send, are beside the peak."""
+    """Bytes of each pipeline rank. `arrivals`, the buffers that other ranks write into, are not part of the peak."""
     environment: tuple[Finding, ...]
     check: tuple[str, ...]
-    """Commands that measure what is predicted here."""
+    """Commands that measure the predicted step."""
     optimizer: tuple[Row, ...] = ()
-    """Weights that the optimizer treats alike."""
+    """Groups of weights that the optimizer treats alike."""
     measured: Predicted | None = None
-    """The step as traces of a run show it, if there are any."""
+    """The step in traces of a run, if there are any."""
     refused: tuple[str, ...] = ()
     """Why a run would not start; empty if it would."""
 
     @property
     def unmet(self) -> tuple[Decision, ...]:
-        """What was asked for and did not happen."""
+        """Requests that were not met."""
         return tuple(decision for decision in self.decisions if decision.unmet)
 
     @property
     def without_effect(self) -> tuple[Decision, ...]:
-        """What was asked for and changes nothing."""
+        """Requests that change nothing."""
         return tuple(d for d in self.decisions if d.fix and not d.unmet)
 
     def as_json(self) -> dict[str, Any]:
-        """Every field, for machines."""
+        """Every field, as JSON values."""
         return asdict(self) | {"decisions": [decision.as_json() for decision in self.decisions]}
 
 
@@ -188,9 +188,9 @@ def _without_effect(found: Explanation) -> Lines:
 
 
 def _decisions(found: Explanation) -> Lines:
-    told = {overlap.setting for overlap in found.overlaps if overlap.state != "n/a"}
+    shown = {overlap.setting for overlap in found.overlaps if overlap.state != "n/a"}
     for d in found.decisions:
-        if not d.unmet and not d.fix and d.setting not in told:
+        if not d.unmet and not d.fix and d.setting not in shown:
             yield from paragraph(str(d), "  ")
 
 
@@ -243,7 +243,7 @@ TABLES: Mapping[str, tuple[Column, ...]] = {
 
 
 def _rows(name: str) -> Callable[[Explanation], Lines]:
-    """The section of a table; nothing without rows."""
+    """The section of a table; empty without rows."""
 
     def section(found: Explanation) -> Lines:
         if rows := getattr(found, name):
@@ -298,7 +298,7 @@ SECTIONS: Sequence[tuple[str, Callable[[Explanation], Lines]]] = (
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Lines:
-    """Rows in columns, indented; the first one is the heading. `right` are the columns that stand to the right."""
+    """Rows in columns, indented; the first row is the header. `right` are right-aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = (

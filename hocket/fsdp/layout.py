@@ -2,7 +2,7 @@
 
 A parameter is divided over ranks by rows, like torch's `Shard(0)`: each rank has `ceil(rows / ranks)` of them, the last
 ranks fewer or none. In the buffer a parameter is whole, with padding after its last row, so that it is a view of the
-buffer and a rank's rows are one slice (`runtime/pieces.py`). Chunks of a shard are aligned to 64 elements, 128 bytes in
+buffer and a rank's rows are one slice (`kernels/pieces.py`). Chunks of a shard are aligned to 64 elements, 128 bytes in
 bf16, so that kernels and collectives are fast. A single number has no rows: every rank keeps it, like `Replicate()`.
 """
 
@@ -15,8 +15,8 @@ from functools import cached_property
 
 from torch import Tensor
 
+from hocket.kernels.pieces import Pieces
 from hocket.program.shard import ALIGN
-from hocket.runtime.pieces import Pieces
 
 
 @dataclass(frozen=True)

@@ -16,33 +16,17 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hocket.fsdp.dtensors import ranks_of
+from hocket.runtime.world import IDLE, waiting
 
-IDLE = 1.0
-"""Seconds after which a rank that issues nothing tells the others what it has issued."""
-GIVE_UP = dist.constants.default_pg_timeout
-"""How long a rank waits for late ranks: the timeout of a collective."""
 LONGEST, TOLD, ALIKE = 1 << 13, 512, 32
 """Collectives that a rank remembers, that it tells, and by which it finds a period: they tell microbatches apart."""
-
-
-def waiting(there: Callable[[], bool], late: Callable[[], str]) -> Iterator[None]:
-    """Wait until something is `there`; yields once in `IDLE` seconds. ValueError, with what is `late`, at last."""
-    start, turns = time.monotonic(), 0
-    while not there():
-        waited = time.monotonic() - start
-        if waited > GIVE_UP.total_seconds():
-            raise ValueError(f"{late()} in {GIVE_UP}: all ranks run the same units in the same order")
-        if waited > (turns + 1) * IDLE:
-            turns += 1
-            yield
-        time.sleep(min(max(waited, 1e-4), 5e-3))
 
 
 class SameOrder:

@@ -13,7 +13,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hocket.fsdp.same_order import SameOrder, waiting
+from hocket.fsdp.same_order import SameOrder
+from hocket.runtime.world import waiting
 
 Group = Any
 """A `ParamGroup`, which has a `Usage`."""

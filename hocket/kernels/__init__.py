@@ -1,7 +1,7 @@
 """Triton kernels for operations that move more data than they compute.
 
 Every kernel has a torch formula beside its caller: CPUs run it, and it defines the kernel's result. Modules here need
-Triton, so they are imported where a CUDA tensor needs them.
+Triton, so callers import them only for CUDA tensors.
 
 Kernels compute in fp32 and round once, when they store. Where an order of additions is stated, products and sums are
 not fused, so that a GPU gets a CPU's bits. No kernel uses atomics on shared sums, so all are deterministic.
@@ -37,7 +37,7 @@ _refused = 0
 
 @contextmanager
 def formulas() -> Iterator[None]:
-    """Inside, formulas run on GPUs too, in forward and backward, in all threads: the reference for tests of kernels."""
+    """In this context, formulas run on GPUs too, in all threads: the reference for tests of kernels."""
     global _refused
     _refused += 1
     try:
@@ -53,7 +53,7 @@ def refuse_graph() -> None:
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether kernels may take these tensors: on the current GPU, and no mode that must see each torch operation."""
+    """Whether kernels support these tensors: on the current GPU, without a mode that must see each torch operation."""
     if torch.compiler.is_compiling() or _refused:  # compiling first: the rest cannot be traced
         return False
     return (

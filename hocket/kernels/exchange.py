@@ -140,7 +140,7 @@ def _take_blocks(
     tile: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Rows `low` to `high`: this rank's own rows where one of its blocks belongs, else arrived ones."""
+    """Rows `low` to `high`: from this rank's own rows for its own blocks, else from arrived ones."""
     i = tl.arange(0, blocks)[None, :]
     start = tl.load(own + i, mask=i < local, other=0)
     place = tl.load(own + local + i, mask=i < local, other=0)

@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 4096
-"""Elements of a program at a time, where one row does not have more."""
+"""Elements of a program at a time, unless one row has more."""
 PROGRAMS = 264
-"""Most programs of the backward, 2 per SM of a Hopper: more write more partial sums than they hide latency."""
+"""Most programs of the backward, 2 per SM of a Hopper: with more, partial sums cost more than latency hiding gains."""
 AHEAD = 96 * 1024
 """Shared memory in bytes for a program's prefetched tiles."""
 
@@ -146,26 +146,24 @@ def sum_parts(partial_PD: Tensor, out_D: Tensor) -> None:
 
 
 HEADS_TILE = 4096
-"""Elements of a program at a time, where the heads of one position do not have more."""
+"""Elements of a program at a time, unless the heads of one position have more."""
 
 
 @triton.jit
 def _tile_of_heads(start, tile: tl.constexpr, block_h: tl.constexpr, block_n: tl.constexpr):
-    """Positions of a tile, heads, and pairs of a head. Positions and heads may have any strides, so these are
-    64-bit.
-    """
+    """Positions of a tile, heads, and pairs of a head; 64-bit, because positions and heads may have any strides."""
     position = (start + tl.arange(0, tile)).to(tl.int64)[:, None, None]
     return position, tl.arange(0, block_h).to(tl.int64)[None, :, None], tl.arange(0, block_n)[None, None, :]
 
 
 @triton.jit
-def _pair(column, half: tl.constexpr, turning: tl.constexpr):
-    """Offsets of both elements of a pair. The first `turning` pairs join the halves of what rotates, the others the
-    halves of the rest.
+def _pair(column, half: tl.constexpr, rotary: tl.constexpr):
+    """Offsets of both elements of a pair. The first `rotary` pairs join the halves of the rotating elements, the
+    others the halves of the rest.
     """
     one, other = column, column + half
-    if turning < half:
-        one, other = tl.where(column < turning, one, one + turning), tl.where(column < turning, one + turning, other)
+    if rotary < half:
+        one, other = tl.where(column < rotary, one, one + rotary), tl.where(column < rotary, one + rotary, other)
     return one, other
 
 
@@ -176,10 +174,10 @@ def _load(x, inside, one, other):
 
 
 @triton.jit
-def _turn(first, second, table, position, column, positions, seq, turning: tl.constexpr, back: tl.constexpr):
+def _rope(first, second, table, position, column, positions, seq, rotary: tl.constexpr, back: tl.constexpr):
     """Pairs rotated by the angles of their positions, or back."""
-    angle, here = table + position % seq * turning + column, (position < positions) & (column < turning)
-    cos, sin = tl.load(angle, mask=here, other=1), tl.load(angle + seq * turning, mask=here, other=0)
+    angle, here = table + position % seq * rotary + column, (position < positions) & (column < rotary)
+    cos, sin = tl.load(angle, mask=here, other=1), tl.load(angle + seq * rotary, mask=here, other=0)
     if back:
         sin = -sin
     return first * cos - second * sin, second * cos + first * sin
@@ -188,19 +186,19 @@ def _turn(first, second, table, position, column, positions, seq, turning: tl.co
 @triton.jit(do_not_specialize=["positions", "seq"])
 def _rotary(
     x, weight, table, y, positions, seq, eps, stride_b, stride_s, stride_h, heads: tl.constexpr, half: tl.constexpr,
-    turning: tl.constexpr, normed: tl.constexpr, back: tl.constexpr, tile: tl.constexpr, block_h: tl.constexpr,
+    rotary: tl.constexpr, normed: tl.constexpr, back: tl.constexpr, tile: tl.constexpr, block_h: tl.constexpr,
     block_n: tl.constexpr,
 ):  # fmt: skip
     position, head, column = _tile_of_heads(tl.program_id(0) * tile, tile, block_h, block_n)
     inside = (position < positions) & (head < heads) & (column < half)
-    one, other = _pair(column, half, turning)
+    one, other = _pair(column, half, rotary)
     at = position // seq * stride_b + position % seq * stride_s + head * stride_h
     first, second = _load(x + at, inside, one, other)
     if normed:
         w_first, w_second = _load(weight, column < half, one, other)
         scale = tl.rsqrt(tl.sum(first * first + second * second, 2) / (2 * half) + eps)[:, :, None]
         first, second = first * scale * w_first, second * scale * w_second
-    first, second = _turn(first, second, table, position, column, positions, seq, turning, back)
+    first, second = _rope(first, second, table, position, column, positions, seq, rotary, back)
     into = y + (position * heads + head) * (2 * half)
     tl.store(into + one, first, mask=inside)
     tl.store(into + other, second, mask=inside)
@@ -209,7 +207,7 @@ def _rotary(
 @triton.jit(do_not_specialize=["positions", "seq"])
 def _rms_norm_rotary_backward(
     g, x, weight, table, g_x, partial, positions, seq, eps, stride_b, stride_s, stride_h, heads: tl.constexpr,
-    half: tl.constexpr, turning: tl.constexpr, tile: tl.constexpr, block_h: tl.constexpr, block_n: tl.constexpr,
+    half: tl.constexpr, rotary: tl.constexpr, tile: tl.constexpr, block_h: tl.constexpr, block_n: tl.constexpr,
     stages: tl.constexpr,
 ):  # fmt: skip
     total_first = tl.zeros((tile, block_h, block_n), tl.float32)
@@ -217,11 +215,11 @@ def _rms_norm_rotary_backward(
     for start in tl.range(tl.program_id(0) * tile, positions, tl.num_programs(0) * tile, num_stages=stages):
         position, head, column = _tile_of_heads(start, tile, block_h, block_n)
         inside = (position < positions) & (head < heads) & (column < half)
-        one, other = _pair(column, half, turning)
+        one, other = _pair(column, half, rotary)
         w_first, w_second = _load(weight, column < half, one, other)
         at = position // seq * stride_b + position % seq * stride_s + head * stride_h
         g_first, g_second = _load(g + at, inside, one, other)
-        g_first, g_second = _turn(g_first, g_second, table, position, column, positions, seq, turning, True)
+        g_first, g_second = _rope(g_first, g_second, table, position, column, positions, seq, rotary, True)
 
         at = (position * heads + head) * (2 * half)
         first, second = _load(x + at, inside, one, other)
@@ -234,20 +232,20 @@ def _rms_norm_rotary_backward(
         tl.store(g_x + at + one, (g_first - first * mean) * scale, mask=inside)
         tl.store(g_x + at + other, (g_second - second * mean) * scale, mask=inside)
     column = tl.arange(0, block_n)
-    one, other = _pair(column, half, turning)
+    one, other = _pair(column, half, rotary)
     into = partial + tl.program_id(0) * (2 * half)
     tl.store(into + one, tl.sum(tl.sum(total_first, 0), 0), mask=column < half)
     tl.store(into + other, tl.sum(tl.sum(total_second, 0), 0), mask=column < half)
 
 
-def turn(x_BSHN: Tensor, table: Tensor, weight_N: Tensor | None = None, eps: float = 0.0, back: bool = False) -> Tensor:
+def rope(x_BSHN: Tensor, table: Tensor, weight_N: Tensor | None = None, eps: float = 0.0, back: bool = False) -> Tensor:
     """Rotate every head by its position's angle, or back; with a weight, after the norm of every head. Contiguous.
 
     The table's width says how many of N elements rotate. Input strides are arbitrary except in the last dimension.
     """
     batch, seq, heads, width = x_BSHN.shape
-    turning = table.shape[-1]
-    fits = table.shape[:3] == (2, seq, 1) and 2 * turning <= width
+    rotary = table.shape[-1]
+    fits = table.shape[:3] == (2, seq, 1) and 2 * rotary <= width
     assert fits, "a table for other positions or heads of another width"
     x_BSHN = x_BSHN if x_BSHN.stride(-1) == 1 else x_BSHN.contiguous()
     y_BSHN = torch.empty_like(x_BSHN, memory_format=torch.contiguous_format)
@@ -255,16 +253,16 @@ def turn(x_BSHN: Tensor, table: Tensor, weight_N: Tensor | None = None, eps: flo
         tile, block_h, block_n, warps = _sizes_of_heads(heads, width)
         weight = x_BSHN if weight_N is None else weight_N.contiguous()
         numbers = (batch * seq, seq, eps, *x_BSHN.stride()[:3])
-        sizes = (heads, width // 2, turning, weight_N is not None, back, tile, block_h, block_n)
+        sizes = (heads, width // 2, rotary, weight_N is not None, back, tile, block_h, block_n)
         tensors, grid = (x_BSHN, weight, table.contiguous(), y_BSHN), (triton.cdiv(batch * seq, tile),)
         _rotary[grid](*tensors, *numbers, *sizes, num_warps=warps, enable_fp_fusion=False)
     return y_BSHN
 
 
-def norm_turn_backward(
+def norm_rope_backward(
     g_BSHN: Tensor, x_BSHN: Tensor, table: Tensor, weight_N: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the input of `turn` with a weight, and partial sums of the weight gradient: fp32 [P, N]."""
+    """Gradient of the input of `rope` with a weight, and partial sums of the weight gradient: fp32 [P, N]."""
     batch, seq, heads, width = x_BSHN.shape
     g_BSHN = g_BSHN if g_BSHN.stride(-1) == 1 else g_BSHN.contiguous()
     x_BSHN = x_BSHN.contiguous()
@@ -296,7 +294,7 @@ class Rotary(torch.autograd.Function):
     def forward(ctx: Any, x_BSHN: Tensor, table: Tensor, back: bool) -> Tensor:
         ctx.save_for_backward(table)
         ctx.back = back
-        return turn(x_BSHN, table, back=back)
+        return rope(x_BSHN, table, back=back)
 
     @staticmethod
     def backward(ctx: Any, g_BSHN: Tensor) -> tuple[Tensor, None, None]:

@@ -30,7 +30,7 @@ LOWEST = tl.constexpr(-3.0e38)
 
 @triton.jit
 def _scores(logits, token, column, tokens, experts: tl.constexpr, sigmoid: tl.constexpr):
-    """Scores of a block, 0 outside, and which of them exist."""
+    """Scores of a block, 0 outside, and a mask of those that exist."""
     inside = (token < tokens)[:, None] & (column < experts)[None, :]
     logit = tl.load(logits + token[:, None] * experts + column[None, :], mask=inside, other=float("-inf"))
     if sigmoid:
@@ -200,7 +200,7 @@ def _route_backward(
     block: tl.constexpr,
     block_e: tl.constexpr,
 ):
-    """`counts` are over the tokens of all tensor-parallel ranks, of which there are `everywhere`."""
+    """`counts` are summed over all tensor-parallel ranks, of which there are `everywhere`."""
     token, column = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, block_e)
     score, inside = _scores(logits, token, column, tokens, experts, sigmoid)
     g = tl.zeros([block, block_e], tl.float32)
@@ -215,7 +215,7 @@ def _route_backward(
         total = tl.sum(tl.where(mine > 0, score, 0.0), axis=1) + 1e-20
         along = tl.sum(g * score, axis=1) / total
         g = tl.where(mine > 0, (g - along[:, None]) / total[:, None], 0.0)
-    # The balance loss: every score's gradient has its expert's share of the rows.
+    # The balance loss: every score's gradient contains its expert's share of the rows.
     share = tl.load(counts + column, mask=column < experts, other=0).to(tl.float32) / (everywhere * top_k)
     push = (aux * experts / everywhere) * share
     if sigmoid:
@@ -279,7 +279,7 @@ def choose(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, OneTotal]:
     """(weights fp32 [T, K], row of every choice int32 [T * K], rows per expert int64 [E], experts, scores, total).
 
-    Experts are int32 [T, K], scores are sums over tokens, fp32 [E]; see `parallel.routing.route`. Backward of the
+    Experts are int32 [T, K], scores are sums over tokens, fp32 [E]; see `layers.routing.route`. Backward of the
     weights adds the gradient of `aux` times the balance loss. `begin` starts summing the rows over `ranks`
     tensor-parallel ranks and returns the total.
     """

@@ -219,7 +219,7 @@ TOKENS = 128
 
 @triton.jit
 def _ends(counts, p, experts: tl.constexpr, local: tl.constexpr, block_e: tl.constexpr):
-    """End of each rank's rows if every choice has a row of its own."""
+    """End of each rank's rows with one row per choice."""
     e = tl.arange(0, block_e)
     count = tl.load(counts + e, mask=e < experts, other=0).to(tl.int32)
     return tl.sum(tl.where((e // local)[None, :] <= p[:, None], count[None, :], 0), axis=1)
@@ -227,7 +227,7 @@ def _ends(counts, p, experts: tl.constexpr, local: tl.constexpr, block_e: tl.con
 
 @triton.jit
 def _ranks_of(inverse, ends, token, tokens, p, top_k: tl.constexpr, block: tl.constexpr, block_p: tl.constexpr):
-    """Which ranks have some of each token's choices."""
+    """A mask of the ranks of each token's choices."""
     here = tl.zeros([block, block_p], tl.int32)
     for k in tl.static_range(top_k):
         row = tl.load(inverse + token * top_k + k, mask=token < tokens, other=0)
@@ -379,7 +379,7 @@ def _read_labels(
 
 
 def number(inverse_TK: Tensor, counts_E: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(row, first, seat, all int32 [T, K]; what to send, int64 [P, L + 1]) of `parallel.per_rank.Pairs`."""
+    """(row, first, seat, all int32 [T, K]; counts to send, int64 [P, L + 1]) of `layers.rows.Pairs`."""
     (tokens, top_k), experts = inverse_TK.shape, len(counts_E)
     blocks, block_p = triton.cdiv(tokens, TOKENS), triton.next_power_of_2(ranks)
     sizes = (experts, experts // ranks, top_k, TOKENS, triton.next_power_of_2(experts), block_p)

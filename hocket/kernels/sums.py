@@ -1,4 +1,4 @@
-"""The sum of rows in one pass, and a shard's way to its places in a buffer: see `runtime/transports.py`."""
+"""The sum of rows in one pass, and the copy of a shard to its places in a buffer: see `runtime/transports.py`."""
 
 # pyrefly: ignore-errors
 # ruff: noqa: ANN001, ANN202
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hocket.runtime.pieces import Own, Pieces
+from hocket.kernels.pieces import Own, Pieces
 
 BLOCK = 2048
 """Elements of a program at a time; with 128 threads, each loads 32 bytes of every part."""
@@ -23,13 +23,10 @@ PROGRAMS = 528
 
 @triton.jit
 def _block(table, block, low, high, aligned: tl.constexpr):
-    """Elements of a shard that a block of the table has: the first, the end, and how much later they are in the buffer.
-
-    They are cut at `low` and `high`.
-    """
+    """A shard's elements in one block of the table, between `low` and `high`: first, end, and offset to the buffer."""
     first, end = tl.load(table + 3 * block), tl.load(table + 3 * block + 1)
     first, end, shift = tl.maximum(first, low), tl.minimum(end, high), tl.load(table + 3 * block + 2)
-    if aligned:  # tells the compiler that they are multiples, so that it moves 16 bytes at a time
+    if aligned:  # tells the compiler that they are multiples of 16, so that it moves 16 bytes at a time
         first, end, shift = first // 16 * 16, end // 16 * 16, shift // 16 * 16
     return first, end, shift
 
@@ -69,7 +66,7 @@ def launch(
 ) -> None:
     """`into` += (or =) scale * the sum of the rows of `parts`, in order and in fp32, on the current stream.
 
-    With `own` there is one more row, and what belongs to no chunk is left alone.
+    With `own` there is one more row, and elements of no chunk are not written.
     """
     world, numel = parts_WS.shape[0] + (own is not None), parts_WS.shape[1]
     if own is None:
@@ -84,7 +81,7 @@ def launch(
     else:
         rank, whole, pieces, low = own
         table, (start, stop), aligned = _blocks(pieces, rank, low, low + numel, whole.device)
-    # Multiply, then add: a fused product would round differently from what the CPU does.
+    # Multiply, then add: a fused product would round differently from the CPU.
     _local_sum[(max(min(programs, stop - start), 1),)](
         parts_WS, whole, table, into_S, scale, low, low + numel, parts_WS.stride(0), start, stop,
         rank, world, BLOCK, add, aligned, num_warps=4, enable_fp_fusion=False,
@@ -106,7 +103,7 @@ def _place(
 
 
 def place(shard_S: Tensor, own: Own, high: int, packed: Tensor | None = None) -> None:
-    """Cast the elements `own.low:high` of a shard into its places in the buffer, and into `packed`, on the current
+    """Cast the elements `own.low:high` of a shard to its places in the buffer, and to `packed`, on the current
     stream.
     """
     rank, whole, pieces, low = own
@@ -121,7 +118,7 @@ def place(shard_S: Tensor, own: Own, high: int, packed: Tensor | None = None) ->
 def _blocks(
     pieces: Pieces, rank: int, low: int, high: int, device: torch.device
 ) -> tuple[Tensor, tuple[int, int], bool]:
-    """(table of all blocks, the first and the end of those with elements `low:high`, whether 16 bytes move at once)."""
+    """(table of all blocks, range of the blocks that contain `low:high`, whether 16 bytes move at once)."""
     table, first, end, aligned = _table(pieces, rank, device)
     found = int(np.searchsorted(end, low, "right")), int(np.searchsorted(first, high))
     return table, found, aligned and low % 16 == high % 16 == 0
@@ -129,8 +126,8 @@ def _blocks(
 
 @lru_cache(maxsize=256)
 def _table(pieces: Pieces, rank: int, device: torch.device) -> tuple[Tensor, np.ndarray, np.ndarray, bool]:
-    """Each chunk in blocks, int64 [N, 3] on the device: first element, end, and how much later they are in the buffer;
-    the first two for the host; and whether all are multiples of 16.
+    """Each chunk in blocks, int64 [N, 3] on the device: first element, end, and offset to the buffer; the first two on
+    the host; and whether all are multiples of 16.
     """
     start, length = np.array(pieces.bounds, dtype=np.int64).reshape(-1, 2).T
     blocks = -(-length // BLOCK)

@@ -29,9 +29,9 @@ def swiglu(
 ) -> Tensor:
     """`silu(gate) * up` of the two halves of the last dimension: [..., 2F] -> [..., F].
 
-    With a `limit` above 0: `gate * sigmoid(alpha * gate) * (up + 1)`, gates clamped to at most `limit`, ups to both
-    sides. With `count`, int32 [1], only that many rows are valid. With `weights`, fp32 [R], each row is multiplied by
-    its own.
+    With a `limit` above 0: `gate * sigmoid(alpha * gate) * (up + 1)`, gates clamped to at most `limit`, ups to plus and
+    minus it. With `count`, int32 [1], only that many rows are valid. With `weights`, fp32 [R], each row is multiplied
+    by its weight.
     """
     return _Swiglu.apply(gate_up, weights, count, limit, alpha)
 
@@ -40,7 +40,7 @@ def swiglu(
 def _places(
     rows, tile, count, counted: tl.constexpr, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr
 ):
-    """Rows, offsets of gates and of outputs, and which of them exist, for a tile of columns."""
+    """Rows, offsets of gates and of outputs, and a mask of those that exist, for a tile of columns."""
     if counted:
         rows = tl.minimum(tl.load(count), rows)
     one = (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)
@@ -97,14 +97,14 @@ def _swiglu_backward(
     block: tl.constexpr,
     tiles: tl.constexpr,
 ):
-    """With weights a program has all columns of its rows, for the weights' gradients are sums over them."""
+    """With weights a program has all columns of its rows, because the weights' gradients are sums over columns."""
     total = tl.zeros([tile_rows], tl.float32)
     for tile in range(tiles):
         one, at, out, inside = _places(rows, tl.program_id(1) * tiles + tile, count, counted, width, tile_rows, block)
         gate = tl.load(gate_up + at, mask=inside, other=0).to(tl.float32)
         up = tl.load(gate_up + at + width, mask=inside, other=0).to(tl.float32)
         g_o = tl.load(g_out + out, mask=inside, other=0).to(tl.float32)
-        # Where something is cut off, nothing flows back; at the bound itself it does, as torch's clamp has it.
+        # Clamped values have no gradient; at the bound itself they have one, as in torch's clamp.
         gate_passes, up_passes = gate <= limit, (up >= -limit) & (up <= limit)
         slope = 1.0
         if limited:

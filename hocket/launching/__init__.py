@@ -3,8 +3,8 @@
     hocket train  ──fork──►  rank 0 .. world - 1     this host, one command
     torchrun / srun  ──────► hocket train            each process is one worker already
 
-launch.py     what both begin with
-parent.py     workers are forked, watched, and told to end; why a run failed, in one message
-worker.py     one rank, where it meets others, the folder that it writes to, and what it says when it fails
-agreement.py  ranks that were started with unlike settings; copy engines that were chosen are tried
+launch.py     the common start: resolve settings, check them, run a job
+parent.py     forks, watches and ends workers; explains in one message why a run failed
+worker.py     one rank: its rendezvous, the run's folder, and what it reports when it fails
+agreement.py  checks that ranks have the same settings, and tests the chosen copy engines
 """

@@ -1,7 +1,7 @@
 """Checks that all ranks of a run have the same settings, before any of them begins.
 
-Each process that torchrun or Slurm started resolves the configuration for itself. If commands, files or hosts differ,
-processes may arrive at different plans, and would wait for each other until a watchdog ends them.
+Each process that torchrun or Slurm starts resolves the configuration by itself. If commands, files or hosts differ,
+processes may get different plans, and would wait for each other until a watchdog ends them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from hocket.runtime.trial import LIMIT, why_no_copies
 from hocket.runtime.world import everyone
 from hocket.tune.rules import TRANSPORT, chose_copies
 
-_OWN = ("run.", "data.paths", "data.validation", "data.tokenizer", "data.cache")
-"""Beginnings of the names of settings for places of files. They may differ between hosts. The trainer compares the
-text."""
+_PER_HOST = ("run.", "data.paths", "data.validation", "data.tokenizer", "data.cache")
+"""Prefixes of settings that name files, which may differ between hosts. The trainer compares the text itself."""
 
 
 def require_same(settings: Settings, rank: int) -> None:
-    """Raise ValueError, on every rank, unless all ranks have the same settings. All of them call this."""
-    mine = {name: leaf(settings, name) for name in types() if not name.startswith(_OWN)}
+    """Raise ValueError, on every rank, unless all ranks have the same settings. Collective."""
+    mine = {name: leaf(settings, name) for name in types() if not name.startswith(_PER_HOST)}
     first, *others = everyone(mine)
-    # A rank that differs from rank 0 names rank 0. Those that agree with it name the first one that differs.
+    # A rank that differs from rank 0 names rank 0. Ranks that agree with rank 0 name the first one that differs.
     other = next((number for number, found in enumerate(others, 1) if found != first), None)
     if other is None:
         return
@@ -39,13 +38,13 @@ def require_same(settings: Settings, rank: int) -> None:
     raise ValueError(problem(name, mine[name], settings.origins, reason, fix))
 
 
-# -- Copy engines that were chosen are tried before a job begins; where they fail, all ranks take NCCL and say so ------
+# -- Chosen copy engines are tested before a job begins. If the test fails, all ranks use NCCL and say so --------------
 
 
-def tried(settings: Settings, rank: int, device: Any, trial: Callable[..., str] = why_no_copies) -> Settings:
-    """The settings by which all ranks go: as they are, or on NCCL where copy engines were chosen and do not serve.
+def copies_tested(settings: Settings, rank: int, device: Any, trial: Callable[..., str] = why_no_copies) -> Settings:
+    """The settings for all ranks: unchanged, or with NCCL if hocket chose copy engines and they fail the test.
 
-    All ranks call it at the same point, with the same settings.
+    Collective, with the same settings on all ranks.
     """
     if not chose_copies(settings, settings.decisions):
         return settings
@@ -60,7 +59,7 @@ def tried(settings: Settings, rank: int, device: Any, trial: Callable[..., str] 
 
 
 def _purposes(settings: Settings) -> list[Purpose]:
-    """A group that NCCL leaves to copy engines, and one whose ranks copy into each other's memory, where needed."""
+    """The purposes to test, if used: a group with copy-engine collectives, and one with peer copies."""
     mesh = settings.mesh
     needed: tuple[tuple[Purpose, bool], ...] = (("gather_dense", mesh.data > 1), ("a2a", mesh.ep > 1 or mesh.pp > 1))
     return [purpose for purpose, there in needed if there]

@@ -1,4 +1,4 @@
-"""What `hocket train` and `hocket bench` begin with: as one worker, or as the parent of all."""
+"""The common start of `hocket train` and `hocket bench`, as one worker or as the parent of all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hocket.config.rule import problem
 from hocket.environment import Worker, find_worker, memory, prepare, probe
 from hocket.explain.build import record
 from hocket.launching.parent import start_workers
-from hocket.launching.worker import FAILED, Job, end_now, outcome, run_folder
+from hocket.launching.worker import FAILED, Job, end_now, run_as_worker, run_folder
 from hocket.planned import check_patterns
 from hocket.resolve import Settings, resolve
 from hocket.train.writers import require_writers
@@ -22,16 +22,16 @@ from hocket.tune.trials import gib
 from hocket.variables import passed, survey
 
 BYTES_OF_A_PARAMETER = 8
-"""At least, over all ranks: what is updated, and its gradient, in fp32."""
+"""Lower bound, over all ranks: the parameter and its gradient, in fp32."""
 
 
 def train(config: Config, origins: Mapping[str, str], restarts: int = 0) -> NoReturn:
-    """Train as this process's place demands: as one worker, or as the parent of all. Ends the process.
+    """Train, as one worker or as the parent of all, depending on how this process was started. Ends the process.
 
-    A parent starts its workers up to `restarts` times again after a failure. Raises ValueError for settings that cannot
-    work, before any work starts.
+    After a failure a parent starts its workers again, up to `restarts` times. Raises ValueError for settings that
+    cannot work, before any work starts.
     """
-    settings, worker = arrive(config, origins)
+    settings, worker = prepare_and_resolve(config, origins)
     _require_restarts(settings, worker, restarts)
     require_writers(settings)
     check_corpus(settings)
@@ -40,7 +40,7 @@ def train(config: Config, origins: Mapping[str, str], restarts: int = 0) -> NoRe
     else:
         again = "the same command continues from the last checkpoint, if there is one"
         job = Job(train_rank, again, "saving and ending after this step", "ended without saving")
-    work(settings, worker, job, restarts)
+    run_job(settings, worker, job, restarts)
 
 
 def _require_restarts(settings: Settings, worker: Worker | None, restarts: int) -> None:
@@ -58,8 +58,8 @@ def _require_restarts(settings: Settings, worker: Worker | None, restarts: int) 
         raise ValueError(problem("restarts", restarts, where, reason, "run.resume = auto"))
 
 
-def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker | None]:
-    """Prepare this process, and resolve a configuration for where it runs. The place is None for a parent of workers.
+def prepare_and_resolve(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker | None]:
+    """Prepare this process, and resolve a configuration for this host. The worker is None in a parent.
 
     Raises ValueError for settings that cannot work.
     """
@@ -78,7 +78,7 @@ def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker
 
 
 def too_few_gpus(settings: Settings) -> list[str]:
-    """Why ranks that GPUs were meant for compute on CPUs: said before they make weights there, which may take long."""
+    """Why ranks meant for GPUs run on CPUs. Said before weights are initialised there, which may take long."""
     meant = settings.host.gpus > 0 or settings.precision.dtype == "bf16"
     return [
         str(decision)
@@ -87,15 +87,15 @@ def too_few_gpus(settings: Settings) -> list[str]:
     ]
 
 
-def work(settings: Settings, worker: Worker | None, job: Job, restarts: int = 0) -> NoReturn:
-    """Do a job as one worker, or start all workers and wait for them, again after a failure. Ends the process.
+def run_job(settings: Settings, worker: Worker | None, job: Job, restarts: int = 0) -> NoReturn:
+    """Run a job as one worker, or start all workers, wait for them, and restart them on failure. Ends the process.
 
-    Raises ValueError for a model that does not fit into the host.
+    Raises ValueError for a model that does not fit into the host's memory.
     """
     ranks = worker.local_world if worker else settings.mesh.world
     check_memory(settings, ranks, memory())
     if worker:
-        end_now(outcome(settings, worker, job))
+        end_now(run_as_worker(settings, worker, job))
     with run_folder(settings):
         code = start_workers(settings, job)
         for attempt in range(restarts):
@@ -107,9 +107,9 @@ def work(settings: Settings, worker: Worker | None, job: Job, restarts: int = 0)
 
 
 def check_memory(settings: Settings, ranks: int, nbytes: int) -> None:
-    """Refuse a model on CPUs whose weights alone fill the memory that so many ranks of a host, or container, may use.
+    """Raise ValueError if weights alone fill the memory that `ranks` CPU ranks of a host or container may use.
 
-    Its kernel would end any process, not only ours. Raises ValueError.
+    Otherwise the kernel's OOM killer could end any process of the host, not only this run's.
     """
     if settings.train.device != "cpu":
         return
@@ -124,7 +124,7 @@ def check_memory(settings: Settings, ranks: int, nbytes: int) -> None:
 
 
 def train_rank(settings: Settings, rank: int, device: Any) -> None:
-    """The job of training. A run that is refused up to the first step leaves the record of an earlier one alone."""
+    """The job of training. If the run is refused before its first step, an earlier run's record stays."""
     from hocket.train.trainer import Trainer
 
     trainer = Trainer(settings, rank, device)
@@ -135,22 +135,22 @@ def train_rank(settings: Settings, rank: int, device: Any) -> None:
 
 
 def check_corpus(settings: Settings) -> None:
-    """Find missing paths and too little text now, not after all workers have started. Tokenises the text if needed."""
+    """Raise ValueError for missing paths and too little text before any worker starts. Tokenises the text if needed."""
     from hocket.train.sources import open_text
 
     def say(words: str) -> None:
         sys.stderr.write(f"{words}\n")
 
     text = open_text(settings, say)
-    from hocket.train.data import make_streams  # imports torch, which a missing file need not wait for
+    from hocket.train.data import make_streams  # imports torch, only once the files are found
 
     make_streams(text, settings)
 
 
 def check_weights(settings: Settings) -> None:
-    """Refuse a folder of weights that are not those of the model, before anything is loaded. Raises ValueError.
+    """Raise ValueError if a folder of weights does not fit the model, before anything is loaded.
 
-    A run that goes on from a checkpoint needs no such folder.
+    A run that resumes from a checkpoint does not need the folder.
     """
     if folder := settings.model.weights:
         from hocket.model.source import open_weights  # imports torch

@@ -1,8 +1,8 @@
-"""Start the workers of a run on this host, watch them, and end them all: Note: [No worker outlives its run].
+"""Starts the workers of a run on this host, watches them, and ends them all: Note: [No worker outlives its run].
 
 Note: [Workers are forked]
-Importing torch takes a second or more, so the parent imports it once and forks. The parent never touches CUDA and
-starts no threads before it forks: those are the two things that a fork would break.
+Importing torch takes a second or more, so the parent imports it once and forks. A fork breaks CUDA contexts and
+threads, so the parent touches no CUDA and starts no threads before it forks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hocket.environment import HERE, Worker
 from hocket.launching.worker import Job, child_main, free_port
 from hocket.resolve import Settings
 from hocket.runtime.hangs import ALONE, ANSWER, HANG_EXIT_CODE, HANG_HEADLINE, STATE, RankState, culprit
-from hocket.train.signals import asking, hang_up
+from hocket.train.signals import hang_up, stop_signals
 
-# -- A started worker as its parent sees it, and one message about why a run failed ------------------------------------
+# -- A worker as its parent sees it, and one message about why a run failed --------------------------------------------
 
 TAIL = 15
-"""Lines of a failed worker's log that are shown."""
+"""Last lines of a failed worker's log to print."""
 
 
 @dataclass
@@ -41,12 +41,12 @@ class Child:
     rank: int
     pid: int
     pipe: int
-    """Read end of the pipe through which the worker says why it failed."""
+    """Read end of the pipe through which the worker reports why it failed."""
     log: Path
     again: str
-    """What the user can do about a failure."""
+    """What the user can do after a failure."""
     status: int | None = None
-    """As from `os.waitpid`; None while it runs."""
+    """The status from `os.waitpid`; None while it runs."""
 
     def poll(self) -> None:
         if self.status is None:
@@ -60,7 +60,7 @@ class Child:
         return os.waitstatus_to_exitcode(self.status)
 
     def last_words(self) -> dict[str, Any]:
-        """What the worker said through the pipe: {kind, text, time}, or nothing."""
+        """What the worker reported through the pipe: {kind, text, time}, or an empty dict."""
         text = b""
         while select.select([self.pipe], [], [], 0)[0] and (block := os.read(self.pipe, 65536)):
             text += block
@@ -68,7 +68,7 @@ class Child:
 
 
 def explain_hang(children: list[Child], silent: list[Child]) -> int:
-    """Print the rank that the others waited for, what each waited for, and which were silent. Returns the exit code."""
+    """Print which rank the others waited for, what each waited for, and which were silent. Returns the exit code."""
     reports = {child.rank: report_of_hang(child) for child in children if child.code == HANG_EXIT_CODE}
     states = {rank: state for rank, lines in reports.items() if (state := state_in(lines)) is not None}
     cause = culprit(states, {child.rank for child in children} - states.keys())
@@ -87,7 +87,7 @@ def explain_hang(children: list[Child], silent: list[Child]) -> int:
 
 
 def how_it_ended(child: Child) -> str:
-    """By a signal, or with which code."""
+    """The signal or the exit code."""
     return (
         f"was ended by {signal.Signals(-child.code).name}" if child.code < 0 else f"ended with exit code {child.code}"
     )
@@ -101,23 +101,23 @@ def report_of_hang(child: Child) -> list[str]:
 
 
 def state_in(report: list[str]) -> RankState | None:
-    """What a report says for programs; None if it says nothing, or not to the end, as on a full disk."""
+    """The machine-readable state of a report; None if it is missing or cut off, as on a full disk."""
     lines = [line for line in report if line.startswith(STATE)]
-    with contextlib.suppress(ValueError):  # the report for persons is told all the same
+    with contextlib.suppress(ValueError):  # the readable report is printed anyway
         return RankState.from_line(lines[-1]) if lines else None
     return None
 
 
 def explain(children: list[Child]) -> int:
-    """Say in one message why the run failed, and return the exit code."""
+    """Print one message about why the run failed. Returns the exit code."""
     failed = [child for child in children if child.status]
     words = {child.rank: child.last_words() for child in failed}
     for child in failed:
         if words[child.rank].get("kind") == "user":
             sys.stderr.write(f"hocket: {words[child.rank]['text']}\n")
             return 2
-    # A signal counts as the cause before an exception: an exception may only report that another rank has ended. Of
-    # several exceptions the earliest counts.
+    # A signal takes precedence over exceptions, which may only report that another rank has ended. Among exceptions the
+    # earliest counts.
     cause = min(failed, key=lambda child: (child.code >= 0, words[child.rank].get("time", math.inf)))
     if cause.code < 0:
         hint = " (out of memory?)" if cause.code == -signal.SIGKILL else ""
@@ -136,14 +136,14 @@ def explain(children: list[Child]) -> int:
 # -- parent ------------------------------------------------------------------------------------------------------------
 
 GRACE = 2.5
-"""Seconds in which other workers may fail too once one has, so that the cause can be told from its consequences."""
+"""Seconds to wait for further failures after the first, to distinguish the cause from its consequences."""
 
-GONE = 30.0
-"""Seconds in which killed workers must have gone."""
+KILL_TIMEOUT = 30.0
+"""Seconds to wait until killed workers have exited."""
 
 
 def start_workers(settings: Settings, job: Job) -> int:
-    """Fork one worker per rank, watch them until the last has ended, and return the exit code."""
+    """Fork one worker per rank, watch them until the last has exited, and return the exit code."""
     port = free_port()
     logs = Path(settings.run.folder) / "logs"
     # See Note: [Workers are forked]
@@ -154,7 +154,7 @@ def start_workers(settings: Settings, job: Job) -> int:
         try:
             for rank in range(settings.world):
                 worker = Worker(rank, settings.world, rank, settings.world, HERE[0], port, HERE[1], "")
-                with signals_held_back():
+                with stop_signals_blocked():
                     children.append(fork_worker(settings, worker, job, logs / f"rank{rank}.log"))
             return watch(children, asked, job.ended)
         finally:
@@ -162,7 +162,7 @@ def start_workers(settings: Settings, job: Job) -> int:
 
 
 def fork_worker(settings: Settings, worker: Worker, job: Job, log: Path) -> Child:
-    """Start one rank. Rank 0 keeps the terminal for its output; everything else goes to logs.
+    """Start one rank. Rank 0 prints to the terminal; all other output goes to logs.
 
     Raises ValueError if its log cannot be written.
     """
@@ -187,9 +187,9 @@ def fork_worker(settings: Settings, worker: Worker, job: Job, log: Path) -> Chil
 
 
 @contextlib.contextmanager
-def signals_held_back() -> Iterator[None]:
-    """Let signals that ask come after the block: one that came before a worker is known would not be passed on."""
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, asking())
+def stop_signals_blocked() -> Iterator[None]:
+    """Defer stop signals to the end of the block: one before the new worker is known would not be forwarded."""
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
     try:
         yield
     finally:
@@ -198,7 +198,7 @@ def signals_held_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forwarded_signals(children: list[Child], ending: str) -> Iterator[list[int]]:
-    """Pass signals that ask on to all workers, which save and end. Yields the list of those that have come."""
+    """Forward stop signals to all workers, which save and exit. Yields the list of received signals."""
     words = f"\nhocket: {ending}; once more ends at once\n".encode()
     asked: list[int] = []
 
@@ -213,7 +213,7 @@ def forwarded_signals(children: list[Child], ending: str) -> Iterator[list[int]]
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, number)
 
-    former = {number: signal.signal(number, forward) for number in asking()}
+    former = {number: signal.signal(number, forward) for number in stop_signals()}
     try:
         yield asked
     finally:
@@ -230,12 +230,12 @@ def watch(children: list[Child], asked: list[int], ended: str) -> int:
             break
         if all(child.status == 0 for child in children):
             return 0
-        if len(asked) > 1:  # workers that wait inside a collective cannot answer a signal
+        if len(asked) > 1:  # workers inside a collective cannot react to a signal
             kill(children)
             sys.stderr.write(f"hocket: {ended}\n")
             return 128 + asked[0]
         time.sleep(0.02)
-    if asked and any(child.status and child.code in ended_by(asked) for child in children):
+    if asked and any(child.status and child.code in exit_codes_of(asked) for child in children):
         sys.stderr.write(f"hocket: {ended}\n")
         return 128 + asked[0]
     first = time.monotonic()
@@ -244,7 +244,7 @@ def watch(children: list[Child], asked: list[int], ended: str) -> int:
         if time.monotonic() > first + GRACE + (ANSWER if hang else 0.0):
             break
         if any(child.status and child.code < 0 for child in children):
-            break  # a killed worker is the cause, whatever the others will say
+            break  # a killed worker is the cause, whatever the others report
         for child in children:
             child.poll()
         time.sleep(0.02)
@@ -255,25 +255,25 @@ def watch(children: list[Child], asked: list[int], ended: str) -> int:
     return explain(children)
 
 
-def ended_by(asked: list[int]) -> set[int]:
-    """Exit codes of workers that end at once because of a signal: by default, or at the second one."""
+def exit_codes_of(asked: list[int]) -> set[int]:
+    """Exit codes of workers that a signal ended at once: by its default action, or as the second signal."""
     return {-number for number in asked} | {128 + number for number in asked}
 
 
 def kill(children: list[Child]) -> None:
-    """End all workers that still run, with everything that they have started."""
+    """Kill all running workers, with all processes that they started."""
     for child in children:
         child.poll()
     running = [child for child in children if child.status is None]
     for child in running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-    deadline = time.monotonic() + GONE
+    deadline = time.monotonic() + KILL_TIMEOUT
     while any(child.status is None for child in running) and time.monotonic() < deadline:
         time.sleep(0.005)
         for child in running:
             child.poll()
     for child in running:
-        if child.status is None:  # the system has not given back what it has of a GPU
+        if child.status is None:  # the driver still holds its GPU resources
             sys.stderr.write(f"hocket: rank {child.rank} (process {child.pid}) was killed, and is still there\n")
         child.status = 0  # not a failure of its own

@@ -1,8 +1,8 @@
-"""One rank of a run: a process that torchrun or Slurm has started, or a fork of the parent of all.
+"""One rank of a run: a process that torchrun or Slurm started, or a fork of the parent.
 
 Note: [No worker outlives its run]
-Each worker is the leader of a process group and asks the kernel to be killed when its parent dies (Linux), however
-that happens. When one worker fails, the parent kills the groups of all others: they would only wait for it.
+Each worker leads a process group, and asks the kernel (Linux) to kill it when its parent dies for any reason. When one
+worker fails, the parent kills the groups of all others, which would only wait for it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 from hocket.config.rule import problem
 from hocket.environment import Worker, die_with, find_port
 from hocket.resolve import Settings
-from hocket.train.signals import asking
+from hocket.train.signals import stop_signals
 
-# -- Where ranks meet, and what to say if they can't -------------------------------------------------------------------
+# -- The rendezvous of ranks, and messages about its failure -----------------------------------------------------------
 
 
 def free_port() -> int:
@@ -37,7 +37,7 @@ def free_port() -> int:
 
 
 def port_in_use(worker: Worker) -> str:
-    """The message of rank 0, which cannot listen where the ranks are to meet."""
+    """The message of rank 0 if it cannot listen on the rendezvous port."""
     fixes = {
         "MASTER_PORT": "name another: --master-port of torchrun, or the variable, on all hosts the same",
         "SLURM_JOB_ID": "name a free one with MASTER_PORT, on all hosts the same",
@@ -47,7 +47,7 @@ def port_in_use(worker: Worker) -> str:
     return f"{_port(worker)}: another process listens on that port; fix: {fixes[worker.port_from]}"
 
 
-def nobody_met(settings: Settings, worker: Worker) -> str:
+def rendezvous_failed(settings: Settings, worker: Worker) -> str:
     """The message of a rank that did not find the others."""
     at = {"": "this host", "MASTER_ADDR": f"MASTER_ADDR = {worker.address} (environment)"}
     address = at.get(worker.address_from, f"{worker.address} (the first of {worker.address_from})")
@@ -58,23 +58,23 @@ def nobody_met(settings: Settings, worker: Worker) -> str:
 
 
 def _port(worker: Worker) -> str:
-    """A port, under the name of what said so."""
+    """The port, with the variable that set it."""
     if worker.port_from == "MASTER_PORT":
         return f"MASTER_PORT = {worker.port} (environment)"
     return f"port {worker.port} (from {worker.port_from})" if worker.port_from else f"port {worker.port}"
 
 
-# -- The folder of a run, which one run at a time may hold -------------------------------------------------------------
+# -- The folder of a run, which one run at a time may lock -------------------------------------------------------------
 
 LOCK_WAIT = 2.0
-"""Seconds in which the workers of a run that was just killed are gone."""
+"""Seconds in which workers of a run that was just killed release the folder's lock."""
 
 
 @contextlib.contextmanager
 def run_folder(settings: Settings) -> Iterator[Path]:
-    """Make the run's folder and hold it, so that no second run writes there. Forked workers hold it too.
+    """Create the run's folder and lock it, so that no second run writes there. Forked workers inherit the lock.
 
-    The system lets go of it when the last of them has ended. Raises ValueError if it cannot be written or is held.
+    The system releases it when the last of them exits. Raises ValueError if it is locked or cannot be written.
     """
     folder = Path(settings.run.folder)
     try:
@@ -103,7 +103,7 @@ def run_folder(settings: Settings) -> Iterator[Path]:
 
 
 def refuse_training(settings: Settings, folder: Path) -> None:
-    """Raise ValueError if a run without communication would write where a training run has left something."""
+    """Raise ValueError if a run without communication would write into the folder of a training run."""
     if settings.train.transport != "null":
         return
     metrics = folder / "metrics.jsonl"
@@ -121,7 +121,7 @@ def refuse_training(settings: Settings, folder: Path) -> None:
 # -- worker ------------------------------------------------------------------------------------------------------------
 
 FAILED = 1
-"""Exit code of a run in which a rank crashed, hung or was killed; 2 is a mistake of the user."""
+"""Exit code of a run in which a rank crashed, hung or was killed. 2 is a mistake of the user."""
 
 
 @dataclass(frozen=True)
@@ -129,22 +129,22 @@ class Job:
     """What the workers of a run do."""
 
     run: Callable[[Settings, int, Any], None]
-    """Called by every worker once all have met, with the settings, its rank and its device."""
+    """Called by every worker after the rendezvous, with the settings, its rank and its device."""
     again: str
-    """What the user can do about a failure."""
+    """What the user can do after a failure."""
     ending: str = "ending now"
-    """What the workers do when they are asked to end."""
+    """What the workers do on the first stop signal, in words."""
     ended: str = "ended"
-    """What they have done when they are asked again."""
+    """What they did on the second, in words."""
 
 
-def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
+def run_rank(settings: Settings, worker: Worker, job: Job) -> int:
     """Run one rank in this process. Returns the exit code; the caller ends the process with `end_now`."""
     os.environ.update(worker.variables())
     import torch
     import torch.distributed as dist
 
-    from hocket.launching.agreement import require_same, tried
+    from hocket.launching.agreement import copies_tested, require_same
     from hocket.runtime.world import join_world, leave_world
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -157,21 +157,21 @@ def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
         join_world(device.type == "cuda", settings.train.hang_timeout, attempt)
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
         taken = "address already in use" in str(error).lower() or "EADDRINUSE" in str(error)
-        raise ValueError(port_in_use(worker) if taken else nobody_met(settings, worker)) from None
+        raise ValueError(port_in_use(worker) if taken else rendezvous_failed(settings, worker)) from None
     require_same(settings, worker.rank)
-    job.run(tried(settings, worker.rank, device), worker.rank, device)
+    job.run(copies_tested(settings, worker.rank, device), worker.rank, device)
     leave_world()
     return 0
 
 
-def outcome(settings: Settings, worker: Worker, job: Job) -> int:
-    """Run one rank that torchrun or Slurm started, and say itself what went wrong. Returns the exit code."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # else ranks of a torchrun that is killed would go on, and hold the folder
+def run_as_worker(settings: Settings, worker: Worker, job: Job) -> int:
+    """Run one rank that torchrun or Slurm started, and print why it failed. Returns the exit code."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # else ranks would outlive a killed torchrun and keep the lock
         die_with(os.getppid())
     try:
-        # One of the ranks is enough to hold the folder.
+        # Rank 0 locks the folder for all ranks.
         with run_folder(settings) if worker.rank == 0 else contextlib.nullcontext():
-            return be_worker(settings, worker, job)
+            return run_rank(settings, worker, job)
     except ValueError as error:
         sys.stderr.write(f"hocket: {error}\n")
         return 2
@@ -184,19 +184,19 @@ def outcome(settings: Settings, worker: Worker, job: Job) -> int:
 
 
 def child_main(settings: Settings, worker: Worker, job: Job, log: int, pipe: int, parent: int) -> NoReturn:
-    """The life of a forked worker; `log` and `pipe` are open."""
+    """The main function of a forked worker; `log` and `pipe` are open file descriptors."""
     code = 1
     try:
         os.setpgid(0, 0)
         die_with(parent)
-        for number in asking():
+        for number in stop_signals():
             signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, asking())  # the parent has held them back: its handlers are not ours
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())  # the parent blocked them before the fork
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 2)
         if worker.rank:
             os.dup2(log, 1)
-        code = be_worker(settings, worker, job)
+        code = run_rank(settings, worker, job)
     except ValueError as error:
         say(pipe, "user", traceback.format_exc() if os.environ.get("HOCKET_DEBUG") == "1" else str(error))
         code = 2
@@ -208,13 +208,13 @@ def child_main(settings: Settings, worker: Worker, job: Job, log: int, pipe: int
 
 
 def log_error() -> None:
-    """Print the traceback of the exception at hand into the log, if the disk has room for it."""
+    """Print the current exception's traceback into the log, if the disk has room for it."""
     with contextlib.suppress(OSError):
         traceback.print_exc()
 
 
 def end_now(code: int) -> NoReturn:
-    """End without clean-up. A worker's groups still exist, and what it inherited by forking is its parent's."""
+    """Exit without clean-up: a worker's groups still exist, and what it inherited by forking is its parent's."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -222,5 +222,5 @@ def end_now(code: int) -> NoReturn:
 
 
 def say(pipe: int, kind: str, text: str) -> None:
-    """Tell the parent why this worker fails. Short enough for a pipe without a reader, which holds 64 KiB."""
+    """Report to the parent why this worker fails. Fits into a pipe that nothing reads yet, which holds 64 KiB."""
     os.write(pipe, json.dumps({"kind": kind, "text": text[:8000], "time": time.monotonic()}).encode())

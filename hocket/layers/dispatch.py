@@ -1,36 +1,34 @@
 """Dispatch: moving a token's rows to its experts and back, as values and pure functions.
 
-A token's hidden state is sent once per chosen expert, or once per rank that has chosen experts (`rows.py`). Rows
-pass through three orders:
+A token's hidden state is sent once per chosen expert, or once per rank that has chosen experts (`rows.py`). Rows have
+one of three orders:
 
     sent      by destination, that is by global expert, then token; with one copy per rank by rank, then token
     received  by source rank, then in the order in which that rank sent them
-    grouped   by local expert, then source rank, then token: what the grouped GEMM reads
+    grouped   by local expert, then source rank, then token: the grouped GEMM's input
 
-Whatever writes straight into the memory of peers puts rows in grouped order there, and nobody sorts them
-(`runtime/blocks.py`). With one copy per expert, received and grouped rows are the same ones in another order. With one
-copy per rank a received row has one place in grouped order for each of its choices.
+Transports that write into peer memory write rows in grouped order, so no kernel sorts them (`runtime/blocks.py`). With
+one copy per expert, received order is a permutation of grouped order. With one copy per rank, a received row has one
+place in grouped order for each of its choices.
 
-Note: [Who knows what of a dispatch]
-A layer's parts see rows, a `Routing` and a `Splits`, and touch the two only through the functions of this module:
-`send_rows` makes the rows to send from tokens (or whoever moves them does, by `rows_of`, so that it can do so
-once more for backward), `to_experts` and `from_experts` stand before and after the experts,
-`unpermute` makes tokens of the rows that came back. The weights of choices stay with the tokens, or go to the experts:
-see Note: [Weights inside the experts]. Whoever moves rows in between (`engine/actions.py`) asks `exchange_counts` for
-the `Splits`, sends by its `table` forwards and by `table.back` on the way back. Of the tensor of sent rows the first
-`sum(table.send)` are sent; it may have more (`Routing.room`), and its gradient has as many. So another way to tell the
-ranks how many rows come is another maker of `Splits`, and parts of the model do not change: `place_counts`,
-whose rows arrive in grouped order.
+Note: [The interface of a dispatch]
+A layer's parts use rows, a `Routing` and a `Splits`, the last two only through the functions of this module.
+`send_rows` makes the rows to send from tokens; or the exchange makes them by `rows_of`, which it can call again for
+backward. `to_experts` and `from_experts` reorder rows before and after the experts. `unpermute` makes tokens of the
+returned rows. The weights of choices stay with the tokens, or go to the experts: see Note: [Weights inside the
+experts]. The exchange (`engine/actions.py`) gets the `Splits` from `exchange_counts`, sends rows by its `table`, and
+returns them by `table.back`. It sends the first `sum(table.send)` rows of the tensor, which may have more
+(`Routing.room`); its gradient has as many. Another way to exchange counts is another function that returns `Splits`,
+and parts of the model do not change: `place_counts`, whose rows arrive in grouped order.
 
 Note: [Weights inside the experts]
-A token's result is the sum over its experts of `w * down(silu(gate) * up)`, which is that of `down(w * silu(gate) *
-up)`. The second form needs no row that the experts have made for the gradient of `w`: it is the sum of `silu(gate) *
-up` times its own gradient, and both are there in the backward of SwiGLU (Guo et al. 2025, "SonicMoE", arXiv
-2512.14080). So it keeps [R, D] less, and reads [R, D] less in backward. Experts with a bias after the second product
-do it the first way; so do those of models that hocket did not write, and rows that are sent once per expert, which
-carry no weight.
+A token's result is the sum over its experts of `w * down(silu(gate) * up)`, which equals that of `down(w * silu(gate) *
+up)`. In the second form the gradient of `w` needs no output row of the experts: it is the sum of `silu(gate) * up`
+times its own gradient, and the backward of SwiGLU has both (Guo et al. 2025, "SonicMoE", arXiv 2512.14080). That saves
+keeping, and reading in backward, [R, D]. Three cases use the first form: experts with a bias after the second product,
+models that hocket did not write, and rows sent once per expert, which carry no weight.
 
-Shapes: T tokens, D hidden, E global experts, L local experts, P expert-parallel ranks, K top_k, N rows that arrive,
+Shapes: T tokens, D hidden, E global experts, L local experts, P expert-parallel ranks, K top_k, N received rows,
 R rows in grouped order.
 """
 
@@ -63,12 +61,12 @@ from hocket.runtime.transports import Pending, RowTable
 
 @dataclass(frozen=True, eq=False)
 class Arrivals:
-    """Of rows that stand for several choices each: how many there are."""
+    """Counts of received rows that stand for several choices each."""
 
     counts_PM: Tensor
-    """By source rank, choices by local expert, then rows; int64, on the device."""
+    """By source rank: choices by local expert, then rows; int64, on the device."""
     choices: int
-    """Choices they stand for: rows in grouped order."""
+    """All their choices, which are rows in grouped order."""
     top_k: int
 
 
@@ -81,10 +79,10 @@ class Splits:
     counts_PL: Tensor
     """Choices by source rank and local expert, int64, on the device. With one copy per expert, also rows received."""
     arrivals: Arrivals | None = None
-    """With one copy per rank."""
+    """Set with one copy per rank."""
 
     count = None
-    """Rows that mean something, where these are not all: see `PlacedSplits`."""
+    """Number of valid rows, if not all are: see `PlacedSplits`."""
 
     @property
     def grouped(self) -> bool:
@@ -119,10 +117,10 @@ class Splits:
 
 
 def exchange_counts(routing: Routing, group: CountExchange | None, placed: bool = False) -> Splits:
-    """Tell every rank how many rows go from whom to whom. Stops the host until the counts are known.
+    """Exchange the row counts of all ranks. Blocks the host until they are known.
 
-    With `placed` rows will arrive in grouped order, if the group's transport writes into the memory of peers. Without a
-    group, or in a group of one, all rows stay here and nothing waits.
+    With `placed`, on a transport that writes into peer memory, rows will arrive in grouped order. Without a group, or
+    in a group of one, all rows stay here and nothing waits.
     """
     if group is None or group.size == 1:
         assert routing.pairs is None, "one copy per rank is for experts on other ranks"
@@ -135,13 +133,13 @@ def exchange_counts(routing: Routing, group: CountExchange | None, placed: bool 
 
 
 def counts_to_send(routing: Routing, ranks: int) -> Tensor:
-    """What each rank must know: choices by local expert, [P, L], and with one copy per rank the rows after them."""
+    """Counts for each target rank: choices by local expert, [P, L], and with one copy per rank then the rows."""
     return routing.counts_E.view(ranks, -1) if routing.pairs is None else routing.pairs.counts_PM
 
 
 def splits_of(every_PPM: Tensor, rank: int, routing: Routing) -> Splits:
-    """What follows for a rank from what every rank sends to each. Stops the host until it is known."""
-    every, counts_PM = every_PPM.cpu(), every_PPM[:, rank]  # summed on the host, which spares a device's kernels
+    """A rank's splits from the counts of all ranks. Blocks the host until they are known."""
+    every, counts_PM = every_PPM.cpu(), every_PPM[:, rank]  # summed on the host, which saves kernel launches
     if routing.pairs is None:
         rows: list[list[int]] = every.sum(-1).tolist()
         return Splits(RowTable(rows, rank), counts_PM)
@@ -153,14 +151,14 @@ def splits_of(every_PPM: Tensor, rank: int, routing: Routing) -> Splits:
 def send_rows(
     x_TD: Tensor, probs_TK: Tensor, routing: Routing, weighted: bool = False, later: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The rows to send, [`routing.room`, D or more]; with `weighted` their weights, [`routing.room`], else those that
-    stay here, [T, K]. Both are None where weights travel in the rows. With `later` rows and their weights are still
-    those of tokens, [T, D] and [T, K], for `rows_of`.
+    """Returns rows to send, [`routing.room`, D or more]; their weights, [`routing.room`], with `weighted`; and else
+    the weights that stay here, [T, K]. Both are None if rows carry their weights. With `later` rows and weights are
+    still those of tokens, [T, D] and [T, K], for `rows_of`.
     """
     if routing.pairs is not None:
         return pack(x_TD, probs_TK, routing.pairs), None, None
-    told, stay = (probs_TK, None) if weighted else (None, probs_TK)
-    return *((x_TD, told) if later else rows_of(x_TD, told, routing)), stay
+    sent_TK, stay = (probs_TK, None) if weighted else (None, probs_TK)
+    return *((x_TD, sent_TK) if later else rows_of(x_TD, sent_TK, routing)), stay
 
 
 def rows_of(x_TD: Tensor, probs_TK: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor | None]:
@@ -170,45 +168,45 @@ def rows_of(x_TD: Tensor, probs_TK: Tensor | None, routing: Routing) -> tuple[Te
 
 
 def tokens_of(g_RD: Tensor, pending: Pending, routing: Routing) -> tuple[Tensor, Pending]:
-    """The gradient of tokens, [T, D], and when it is there: their rows' is when `pending` is done."""
+    """The gradient of tokens, [T, D], and its `Pending`; `pending` is that of their rows' gradient."""
     g_TD = g_RD.new_empty(routing.tokens, g_RD.shape[1])
     return g_TD, pending.then(lambda: total_of(g_RD, None, routing.inverse_TK, out=g_TD))
 
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """Of rows that stood for several choices each, fp32 and int32 [N, K]."""
+    """State of rows that stood for several choices each, fp32 and int32 [N, K]."""
 
     probs_NK: Tensor | None
     """Weights of choices; None: the experts have applied them."""
     place_NK: Tensor
-    """Places of choices in grouped order, -1 where there is none."""
+    """Places of choices in grouped order; -1 for none."""
 
 
 def to_experts(
     rows_ND: Tensor, splits: Splits | PlacedSplits, weights_R: Tensor | None = None, weighted: bool = False
 ) -> tuple[Tensor, Tensor | None, Opened | None]:
-    """Rows in received order to grouped order, [R, D]; weights for the experts, [R]; and what `from_experts` must know.
+    """Rows in received order to grouped order, [R, D]; weights for the experts, [R]; and state for `from_experts`.
 
-    The weights are those given, of rows that all stay on this rank, or with `weighted` those that travelled in the
-    rows; else None.
+    The weights are the given ones, for rows that all stay on this rank; with `weighted`, those carried by the rows;
+    else None.
     """
     assert weights_R is None or (isinstance(splits, Splits) and splits.grouped), "weights are given in grouped order"
     if isinstance(splits, PlacedSplits) or splits.arrivals is None:
         grouped_RD = group_rows(rows_ND, splits)
         rebuild_in_backward(grouped_RD, partial(group_rows, splits=splits))
         return grouped_RD, weights_R, None
-    told = splits.arrivals
-    place_NK, probs_NK = read_labels(rows_ND.detach(), told.top_k, told.counts_PM, splits.inverse_R)
-    grouped_RD, probs_NK = open_rows(rows_ND, place_NK, probs_NK, told.choices)
-    rebuild_in_backward(grouped_RD, partial(opened_rows, place_NK=place_NK, rows=told.choices))
+    arrivals = splits.arrivals
+    place_NK, probs_NK = read_labels(rows_ND.detach(), arrivals.top_k, arrivals.counts_PM, splits.inverse_R)
+    grouped_RD, probs_NK = open_rows(rows_ND, place_NK, probs_NK, arrivals.choices)
+    rebuild_in_backward(grouped_RD, partial(opened_rows, place_NK=place_NK, rows=arrivals.choices))
     if weighted:
-        return grouped_RD, spread_weights(probs_NK, place_NK, told.choices), Opened(None, place_NK)
+        return grouped_RD, spread_weights(probs_NK, place_NK, arrivals.choices), Opened(None, place_NK)
     return grouped_RD, None, Opened(probs_NK, place_NK)
 
 
 def from_experts(rows_RD: Tensor, opened: Opened | None, splits: Splits | PlacedSplits) -> Tensor:
-    """Rows in grouped order to received order, [N, D]; where a row has several choices, to their [weighted] sum."""
+    """Rows in grouped order to received order, [N, D]; a row with several choices becomes their [weighted] sum."""
     return ungroup_rows(rows_RD, splits) if opened is None else total(rows_RD, opened.probs_NK, opened.place_NK)
 
 
@@ -243,7 +241,7 @@ def ungroup_rows(rows_RD: Tensor, splits: Splits | PlacedSplits) -> Tensor:
 
 
 def _block_order(counts_PL: Tensor, rows: int) -> Tensor:
-    """Positions, in [P, L] block order, of rows taken in [L, P] block order, int32. `rows` spares a host sync."""
+    """Permutation of rows from [P, L] block order to [L, P] block order, int32. `rows` avoids a host sync."""
     sizes = counts_PL.reshape(-1)
     start_PL = (sizes.cumsum(0) - sizes).view_as(counts_PL)
     sizes_by_expert = counts_PL.t().reshape(-1)
@@ -255,36 +253,37 @@ def _block_order(counts_PL: Tensor, rows: int) -> Tensor:
 
 # --------------------------------------------------------------------------------------------------------------- placed
 #
-# Splits that only the devices know: rows that arrive where their experts want them, in room of a fixed size.
+# Splits known only to the device: rows arrive in grouped order, in a buffer of fixed capacity.
 #
-# The other maker of splits is `exchange_counts`, which stops the host until it knows the counts. Here nobody
-# waits: see `runtime/blocks.py`, and its Note: [Fixed capacity without dropped rows].
+# Unlike `exchange_counts` the host does not wait: see `runtime/blocks.py`, and its Note: [Fixed capacity without
+# dropped rows].
 
 
 @dataclass(frozen=True, eq=False)
 class PlacedSplits:
-    """Where rows go, in tensors. Rows arrive in grouped order, and those after the last one mean nothing."""
+    """An exchange described on the device. Rows arrive in grouped order; rows after the last are undefined."""
 
     table: Blocks
     ends_L: Tensor
-    """End of every local expert's rows, int32; of the lane that exchanges."""
+    """End of every local expert's rows, int32; in memory of the exchanging lane."""
 
     @cached_property
     def offsets_L(self) -> Tensor:
         """End of every local expert's rows, int32.
 
-        Copied at first use, on the lane that uses it: weight gradients keep it longer than the exchanging lane knows.
+        Copied at first use, on the lane that uses it, since weight gradients read it after the exchanging lane may
+        have reused its memory.
         """
         return self.ends_L.clone()
 
     @property
     def count(self) -> Tensor:
-        """Rows that have arrived: int32 [1]."""
+        """Received rows: int32 [1]."""
         return self.offsets_L[-1:]
 
 
 def place_counts(routing: Routing, group: CountExchange, room: Room) -> PlacedSplits:
-    """Tell every device how many rows go from whom to whom. No host waits."""
+    """Exchange the row counts of all ranks on the device, without a host wait."""
     assert routing.pairs is None, "devices place rows that are sent once per expert"
     every_PPL = group.all_counts(routing.counts_E.view(group.size, -1))
     return PlacedSplits(*lay_out(every_PPL, group.rank, routing.tokens * routing.top_k, room))

@@ -1,33 +1,33 @@
-"""Products of linear layers in fp8: forward, input gradient and weight gradient, each with operands of its own.
+"""Products of linear layers in fp8: forward, input gradient and weight gradient, each with its own operands.
 
     forward          y  = x8 @ w8.T     scales: one per token of x, one per output feature of w
     input gradient   dx = g8 @ w8       g's columns are multiplied by w's scales first; one scale per token
     weight gradient  dw = g8.T @ x8     g's rows are multiplied by their scales and x's, over the largest of them
 
 Note: [One cast for two products]
-A product takes scales of the rows of its result and of its columns, not of what it sums over. But x and w are summed
-over along another dimension in backward than in forward, where their scales are no longer those of rows or columns. To
-cast them once more along the other dimension would read them once more, and find the largest of every column first. So
-the other operand, the gradient, takes their scales in: it is cast in backward in any case. Then the copies that
-backward wants of x and w are the bytes that forward had, transposed. All scales are powers of two, so nothing is
-rounded on the way, but for numbers of g.T below 2^-9 of the largest factor's unit, 2^-17 of the largest number.
+A product takes scales of the rows and columns of its result, not of the dimension that it sums over. But in backward x
+and w are summed over another dimension than in forward, so forward's scales are not scales of rows or columns there. A
+second cast along that dimension would read x and w again, and find every column's maximum first. Instead the other
+operand, the gradient, which backward casts in any case, is multiplied by their scales first. So backward's copies of x
+and w are forward's bytes, transposed. All scales are powers of two, so this rounds nothing, except for numbers of g.T
+below 2^-9 of the largest factor's unit, 2^-17 of the largest number.
 
 Note: [The formats]
-All is e4m3, gradients too. e5m2 is for gradients that share one scale, and has half as many digits; here each token has
-a scale of its own, of the numbers themselves and not of earlier ones, so 2^17 between the largest and the smallest
-number of a token are enough. Scales are powers of two because of the note above; a number in e4m3 is rounded to the
-same digits wherever it lies, so what a power of two wastes is at most one bit of range.
+All tensors are e4m3, gradients too. e5m2 is for gradients that share one scale, and has half as many mantissa bits.
+Here each token has its own scale, of its current numbers rather than earlier ones, so a range of 2^17 between a token's
+largest and smallest number is enough. Scales are powers of two because of the note above; e4m3 rounds to the same
+number of bits at any exponent, so a power of two loses at most one bit of range.
 
-Sums are made by tensor cores in their own format in forward and input gradient (`use_fast_accum`), which keeps 13 bits
-or more of a running sum; e4m3 has 3. Weight gradients sum over all tokens, and into weights: theirs go on in fp32.
+In forward and input gradient tensor cores accumulate in their own format (`use_fast_accum`), which keeps 13 bits or
+more of a running sum; e4m3 has 3. Weight gradients sum over all tokens, and into weights: they accumulate in fp32.
 
-Note: [Where casts of weights live]
-A managed weight's cast is beside the weight's value, made by the first that reads it, and gone with the value: it is
-made once for each gathered copy, or once a step where values stay, however many microbatches read it. A value that was
-gathered in fp8 is its own cast (`fsdp/planned/fp8_weights.py`). An ordinary weight is cast each time that it is read.
-Activations are kept for backward in fp8, in place of bf16.
+Note: [Lifetime of a weight's cast]
+A managed weight's cast is stored with the weight's value. The first reader makes it, and it is dropped with the value:
+so it is made once for each gathered copy, or once a step if values stay, however many microbatches read it. A value
+gathered in fp8 is its own cast (`fsdp/planned/fp8_weights.py`). An ordinary weight is cast each time it is read.
+Activations are kept for backward in fp8 instead of bf16.
 
-Without tensor cores for fp8, on CPUs, the same numbers are made by torch's operations, products in fp32.
+Without fp8 tensor cores, on CPUs, torch's operations compute the same numbers, products in fp32.
 
 Shapes: T tokens, D input width, F output width (of several weights together), M, N, K of a product.
 """
@@ -57,7 +57,7 @@ from hocket.runtime.weights import (
 
 E4M3 = torch.float8_e4m3fn
 LEAST = -60
-"""Exponent of the least scale: two of them multiplied are a normal number in fp32."""
+"""Exponent of the least scale: the product of two is a normal number in fp32."""
 UNIT = 16
 """Widths and tokens of a product in fp8 are multiples of this."""
 
@@ -80,12 +80,12 @@ ALL = Products()
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """A matrix in fp8, or a stack of them: `values * scale[..., None]`, and a transposed copy where one was made."""
+    """A matrix in fp8, or a stack of them: `values * scale[..., None]`, and a transposed copy once made."""
 
     values: Tensor
     """e4m3 [..., R, W]."""
     scale: Tensor
-    """fp32 [..., R], powers of two; nan where a row is not finite."""
+    """fp32 [..., R], powers of two; nan if a row is not finite."""
     turned: Tensor | None = None
 
     def transposed(self) -> Tensor:
@@ -105,10 +105,10 @@ def cast_rows(
     count: Tensor | None = None,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> Rows:
-    """Matrices [R, ...] side by side in fp8.
+    """Casts matrices [R, ...], concatenated along columns, to fp8.
 
-    Columns are multiplied by `fold`, or each row's by `fold[owner]`. With `count`, int32 [1], only so many rows mean
-    something. `into`: where to write values and scales.
+    Columns are multiplied by `fold` first, or each row's by `fold[owner]`. `count`, int32 [1]: the number of valid
+    rows. `into`: where to write values and scales.
     """
     if usable(*parts):
         from hocket.kernels import fp8
@@ -122,7 +122,7 @@ def cast_rows(
 
 
 def transposed(values: Tensor, factors_R: Tensor | None = None, limit: Tensor | None = None) -> Tensor:
-    """[..., W, R] of [..., R, W]; with `factors`, powers of two, each row times its own over `limit`, the largest."""
+    """[..., W, R] of [..., R, W]; with `factors`, powers of two, rows are scaled by factor / `limit`, the largest."""
     if _on_gpu(values):
         from hocket.kernels import fp8
 
@@ -142,7 +142,7 @@ def swiglu_rows(
 ) -> Rows:
     """`silu(gate) * up` of the two halves in fp8, as `cast_rows`; also written to `wide`, without `fold`.
 
-    With `weights`, fp32, each row is multiplied by its own.
+    With `weights`, fp32, each row is multiplied by its weight.
     """
     if usable(gate_up_RF):
         from hocket.kernels import fp8
@@ -167,7 +167,7 @@ def swiglu_rows_backward(
 ) -> Rows:
     """The gradient of gate and up in fp8, as `cast_rows`; also written to `wide`, without `fold`.
 
-    `weights`: those of rows, and where to write their gradients; both fp32 [R].
+    `weights`: the rows' weights, and where to write their gradients; both fp32 [R].
     """
     if usable(g_RF, gate_up_RF):
         from hocket.kernels import fp8
@@ -185,7 +185,7 @@ def swiglu_rows_backward(
 
 
 def _rows(value: Tensor, fold: Tensor | None = None, owner_R: Tensor | None = None) -> Rows:
-    """A matrix in fp32 in fp8, each row by the least power of two with which it fits."""
+    """Casts a matrix from fp32 to fp8, each row by the least power of two with which it fits."""
     if fold is not None:
         value = value * (fold if owner_R is None else fold[owner_R])
     if not value.numel():
@@ -195,7 +195,7 @@ def _rows(value: Tensor, fold: Tensor | None = None, owner_R: Tensor | None = No
 
 
 def scale_of(largest: Tensor) -> Tensor:
-    """The least powers of two with which numbers up to `largest`, fp32, fit; nan where these are not finite."""
+    """The least power of two with which numbers up to `largest`, fp32, fit; nan if that is not finite."""
     mantissa, exponent = torch.frexp(largest)
     exponent = (exponent - 9 + (mantissa > 0.875)).clamp(min=LEAST)  # 448 is 0.875 * 2^9
     exponent = torch.where(largest == 0, LEAST, exponent)
@@ -203,7 +203,7 @@ def scale_of(largest: Tensor) -> Tensor:
 
 
 def cast_to(value: Tensor, scale: Tensor) -> Tensor:
-    """fp32 numbers in fp8, by a scale with which they fit."""
+    """Casts fp32 numbers to fp8, by a scale with which they fit."""
     return (value / scale).to(E4M3)
 
 
@@ -218,7 +218,7 @@ def product(
     a_MK: Tensor, b_NK: Tensor, scale_M: Tensor, scale_N: Tensor | None, dtype: torch.dtype, fast: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`a @ b.T` of fp8 matrices, rows of the result times `scale_M`, columns times `scale_N`, if that is given."""
+    """`a @ b.T` of fp8 matrices; rows of the result times `scale_M`, columns times `scale_N` if given."""
     if _on_gpu(a_MK):
         scale_N = ones(b_NK.shape[0], b_NK.device) if scale_N is None else scale_N
         scales = {"scale_a": scale_M.unsqueeze(1), "scale_b": scale_N.unsqueeze(0)}
@@ -233,7 +233,7 @@ def product(
 
 @lru_cache(maxsize=64)
 def ones(count: int, device: torch.device) -> Tensor:
-    """fp32 [count], to be read only."""
+    """Ones, fp32 [count]; read only."""
     with torch.inference_mode(False), torch.no_grad():
         return torch.ones(count, device=device)
 
@@ -241,14 +241,14 @@ def ones(count: int, device: torch.device) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------- weights
 
 
-def cast_weights(wheres: Sequence[Destination], again: bool = False) -> Rows:
-    """Weights [F, D] above each other, or a stacked one, in fp8. See Note: [Where casts of weights live]."""
-    weight = getattr(wheres[0], "weight", None)
+def cast_weights(dests: Sequence[Destination], in_backward: bool = False) -> Rows:
+    """Weights [F, D] stacked along F, or a stacked one, in fp8. See Note: [Lifetime of a weight's cast]."""
+    weight = getattr(dests[0], "weight", None)
     if weight is not None and weight.cast is not None:
         return weight.cast
-    values = [where.again() if again else where.value() for where in wheres]
-    if weight is not None and values[0].dtype == E4M3:  # as they were gathered
-        weight.cast = Rows(_joined([value.view(torch.uint8) for value in values]).view(E4M3), _joined(_scales(wheres)))
+    values = [dest.value_in_backward() if in_backward else dest.value() for dest in dests]
+    if weight is not None and values[0].dtype == E4M3:  # gathered in fp8
+        weight.cast = Rows(_joined([value.view(torch.uint8) for value in values]).view(E4M3), _joined(_scales(dests)))
         return weight.cast
     counts, like = [len(value) for value in values], values[0]
     shape = (sum(counts), *like.shape[1:])
@@ -260,13 +260,13 @@ def cast_weights(wheres: Sequence[Destination], again: bool = False) -> Rows:
     return made
 
 
-def _scales(wheres: Sequence[Destination]) -> list[Tensor]:
-    found = [where.weight.scale for where in wheres if isinstance(where, Queued)]
+def _scales(dests: Sequence[Destination]) -> list[Tensor]:
+    found = [dest.weight.scale for dest in dests if isinstance(dest, Queued)]
     return [scale for scale in found if scale is not None]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices or vectors above each other, without a copy where memory has them so."""
+    """Concatenates along dimension 0, without a copy if the parts are adjacent in memory."""
     first, end = parts[0], parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != end or not part.is_contiguous():
@@ -305,21 +305,21 @@ class _Factors:
 
 def fp8_linears(x_TD: Tensor, params: Sequence[Tensor], products: Products = ALL) -> tuple[Tensor, ...]:
     """`x @ p.T` of every weight, [..., F], with products in fp8. Widths and tokens are multiples of `UNIT`."""
-    wheres = [destination(x_TD, p) for p in params]
-    return _Linears.apply(x_TD, *(where.given for where in wheres), wheres, products)
+    dests = [destination(x_TD, p) for p in params]
+    return _Linears.apply(x_TD, *(dest.autograd_input for dest in dests), dests, products)
 
 
 def fp8_mlp(x_TD: Tensor, p_gate_up: Tensor, p_down: Tensor) -> Tensor:
-    """SwiGLU between two linear layers, all products in fp8: nothing between them is written in a wider format."""
-    wheres = [destination(x_TD, p_gate_up), destination(x_TD, p_down)]
-    return _Mlp.apply(x_TD, *(where.given for where in wheres), *wheres)
+    """SwiGLU between two linear layers, all products in fp8; no intermediate is written in a wider format."""
+    dests = [destination(x_TD, p_gate_up), destination(x_TD, p_down)]
+    return _Mlp.apply(x_TD, *(dest.autograd_input for dest in dests), *dests)
 
 
-def _bounds(wheres: Sequence[Destination]) -> list[tuple[int, int]]:
+def _bounds(dests: Sequence[Destination]) -> list[tuple[int, int]]:
     """First and end output feature of each weight among all."""
     found, low = [], 0
-    for where in wheres:
-        high = low + where.again().shape[0]
+    for dest in dests:
+        high = low + dest.value_in_backward().shape[0]
         found.append((low, high))
         low = high
     return found
@@ -330,16 +330,16 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        *_, wheres, products = given
+        *_, dests, products = given
         x_TD, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
-        ctx.wheres, ctx.products = wheres, products
+        ctx.dests, ctx.products = dests, products
         rows = cast_rows([x_TD]) if products.forward or products.wgrad else None
         if products.forward:
             assert rows is not None
-            w, values, scale = cast_weights(wheres), rows.values, rows.scale
-            ys = [product(values, w.values[i:j], scale, w.scale[i:j], x.dtype) for i, j in _bounds(wheres)]
+            w, values, scale = cast_weights(dests), rows.values, rows.scale
+            ys = [product(values, w.values[i:j], scale, w.scale[i:j], x.dtype) for i, j in _bounds(dests)]
         else:
-            ys = [F.linear(x_TD, where.value()) for where in wheres]
+            ys = [F.linear(x_TD, dest.value()) for dest in dests]
         ctx.save_for_backward(*((rows.values, rows.scale) if rows is not None and products.wgrad else (x,)))
         ctx.x_shape = x.shape
         return tuple(y.view(*shape, -1) for y in ys)
@@ -347,9 +347,9 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         refuse_graph()
-        wheres, products, dtype = ctx.wheres, ctx.products, grads[0].dtype
+        dests, products, dtype = ctx.dests, ctx.products, grads[0].dtype
         gs = [g.reshape(-1, g.shape[-1]) for g in grads]
-        w = cast_weights(wheres, again=True) if products.dgrad else None
+        w = cast_weights(dests, in_backward=True) if products.dgrad else None
         fold = None if w is None else w.scale
         rows = cast_rows(gs, fold) if products.dgrad or products.wgrad else None
         dx = None
@@ -358,26 +358,24 @@ class _Linears(torch.autograd.Function):
                 assert rows is not None
                 dx = product(rows.values, w.transposed(), rows.scale, None, dtype)
             else:
-                dx = sum_of_products([(g, where.again()) for g, where in zip(gs, wheres, strict=True)])
+                dx = sum_of_products([(g, dest.value_in_backward()) for g, dest in zip(gs, dests, strict=True)])
             dx = dx.view(ctx.x_shape)
         if products.wgrad:
             assert rows is not None
             factors = _Factors(rows, Rows(*ctx.saved_tensors), fold)
-            works = [Product(partial(factors.write, low, high, dtype)) for low, high in _bounds(wheres)]
+            works = [Product(partial(factors.write, low, high, dtype)) for low, high in _bounds(dests)]
         else:
             x_TD = ctx.saved_tensors[0].detach().reshape(-1, ctx.x_shape[-1])
             works = [Product(partial(write_product, g.t(), x_TD)) for g in gs]
-        found = [where.contribute(ctx, i, work) for i, (where, work) in enumerate(zip(wheres, works, strict=True), 1)]
+        found = [dest.contribute(ctx, i, work) for i, (dest, work) in enumerate(zip(dests, works, strict=True), 1)]
         return dx, *found, None, None
 
 
 class _Mlp(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, given: Any, given_down: Any, where: Destination, where_down: Destination
-    ) -> Tensor:
-        ctx.where, ctx.where_down, ctx.shape = where, where_down, x.shape
-        rows, w, down = cast_rows([x.reshape(-1, x.shape[-1])]), cast_weights([where]), cast_weights([where_down])
+    def forward(ctx: Any, x: Tensor, given: Any, given_down: Any, dest: Destination, dest_down: Destination) -> Tensor:
+        ctx.dest, ctx.dest_down, ctx.shape = dest, dest_down, x.shape
+        rows, w, down = cast_rows([x.reshape(-1, x.shape[-1])]), cast_weights([dest]), cast_weights([dest_down])
         gate_up = product(rows.values, w.values, rows.scale, w.scale, x.dtype)
         inner = swiglu_rows(gate_up)
         y = product(inner.values, down.values, inner.scale, down.scale, x.dtype)
@@ -388,8 +386,8 @@ class _Mlp(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         refuse_graph()
         values, scale, gate_up, inner_values, inner_scale = ctx.saved_tensors
-        where, where_down, dtype = ctx.where, ctx.where_down, g.dtype
-        w, down = cast_weights([where], again=True), cast_weights([where_down], again=True)
+        dest, dest_down, dtype = ctx.dest, ctx.dest_down, g.dtype
+        w, down = cast_weights([dest], in_backward=True), cast_weights([dest_down], in_backward=True)
         rows = cast_rows([g.reshape(-1, g.shape[-1])], down.scale)
         g_inner = product(rows.values, down.transposed(), rows.scale, None, dtype)
         factors = _Factors(rows, Rows(inner_values, inner_scale), down.scale)
@@ -400,19 +398,19 @@ class _Mlp(torch.autograd.Function):
             dx = product(rows.values, w.transposed(), rows.scale, None, dtype).view(ctx.shape)
         factors = _Factors(rows, Rows(values, scale), w.scale)
         work = Product(partial(factors.write, 0, rows.values.shape[1], dtype))
-        dw_down = where_down.contribute(ctx, 2, work_down)
-        return dx, where.contribute(ctx, 1, work), dw_down, None, None
+        dw_down = dest_down.contribute(ctx, 2, work_down)
+        return dx, dest.contribute(ctx, 1, work), dw_down, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------- fp8 experts
 #
 # Experts in fp8: SwiGLU between two grouped products, forward and input gradient. Weight gradients run in bf16.
 #
-# Stacked weights are [E, D, F], with rows along the input gradient's sum. So there the scales of their rows are scales
-# of the result's columns, and forward, which reads the same bytes transposed, has them multiplied to its rows: the
-# other way round than above, and from the scales of each row's own expert. Weight gradients of grouped rows would
-# sum over rows whose number only the device knows, which products in fp8 take in multiples of 16 alone: they run as
-# they do without fp8 (`kernels/products.py`), from rows that are kept in bf16.
+# Stacked weights are [E, D, F], so each scale belongs to a row of D, the dimension that forward sums over. So in the
+# input gradient their scales are those of the result's columns, and forward, which reads the same bytes transposed,
+# multiplies them into its rows: the reverse of the above, with the scales of each row's own expert. Weight gradients of
+# grouped rows would sum over a number of rows that only the device knows, while fp8 products take multiples of 16. So
+# they run as they do without fp8 (`kernels/products.py`), from rows kept in bf16.
 #
 # Shapes: R rows grouped by expert, D input width, F output width, E local experts.
 
@@ -425,19 +423,19 @@ def fp8_experts(
     of_rows: tuple[Tensor | None, Tensor | None],
     products: Products,
 ) -> Tensor:
-    """SwiGLU of each expert on its rows: [R, D]. `offsets` as of `grouped_linear`, `of_rows` the count and the weights
-    of `swiglu`.
+    """SwiGLU of each expert on its rows: [R, D]. `offsets` as in `grouped_linear`; `of_rows` are count and weights for
+    `swiglu`.
     """
-    wheres = destination(x_RD, p_gate_up), destination(x_RD, p_down)
-    return _Experts.apply(x_RD, *(where.given for where in wheres), offsets_E, *of_rows, wheres, products)
+    dests = destination(x_RD, p_gate_up), destination(x_RD, p_down)
+    return _Experts.apply(x_RD, *(dest.autograd_input for dest in dests), offsets_E, *of_rows, dests, products)
 
 
 def grouped_product(a: Rows, b_ENK: Tensor, scale_EN: Tensor | None, offsets_E: Tensor, dtype: torch.dtype) -> Tensor:
-    """`a @ b[e].T` of each expert's rows, in fp8; columns of the result times `scale[e]`, if that is given."""
+    """`a @ b[e].T` of each expert's rows, in fp8; columns of the result times `scale[e]` if given."""
     if scale_EN is None:
         scale_EN = ones(b_ENK.shape[0] * b_ENK.shape[1], b_ENK.device).view(b_ENK.shape[:2])
     values, scale = a.values, a.scale
-    if not values.shape[0]:  # no launch takes a matrix without rows
+    if not values.shape[0]:  # kernels cannot launch on zero rows
         return torch.empty(0, b_ENK.shape[1], dtype=dtype, device=values.device)
     if values.is_cuda and usable(scale, scale_EN):
         how: dict[str, Any] = {"offs": offsets_E, "out_dtype": dtype, "use_fast_accum": True}
@@ -455,21 +453,21 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, given: Any, given_down: Any, offsets: Tensor, count: Tensor | None, *how: Any
     ) -> Tensor:
-        weights, (where, where_down), products = how
-        ctx.where, ctx.where_down, ctx.products = where, where_down, products
+        weights, (dest, dest_down), products = how
+        ctx.dest, ctx.dest_down, ctx.products = dest, dest_down, products
         dtype = x.dtype
-        inner = x.new_empty(x.shape[0], where_down.value().shape[1])
+        inner = x.new_empty(x.shape[0], dest_down.value().shape[1])
         if products.forward:
             owner_R = owners(x.shape[0], offsets)
-            w, down = cast_weights([where]), cast_weights([where_down])
+            w, down = cast_weights([dest]), cast_weights([dest_down])
             rows = cast_rows([x], w.scale, owner_R, count)
             gate_up = grouped_product(rows, w.transposed(), None, offsets, dtype)
             rows = swiglu_rows(gate_up, down.scale, owner_R, count, inner, weights)
             y = grouped_product(rows, down.transposed(), None, offsets, dtype)
         else:
-            gate_up = grouped_mm(x, where.value(), offsets)
+            gate_up = grouped_mm(x, dest.value(), offsets)
             swiglu_rows(gate_up, count=count, wide=inner, weights_R=weights)
-            y = grouped_mm(inner, where_down.value(), offsets)
+            y = grouped_mm(inner, dest_down.value(), offsets)
         ctx.save_for_backward(x, gate_up, inner, offsets, count, weights)
         return y
 
@@ -479,18 +477,18 @@ class _Experts(torch.autograd.Function):
         x, gate_up, inner, offsets, count, weights = ctx.saved_tensors
         g_weights = None if weights is None else torch.empty_like(weights)
         both = None if g_weights is None else (weights, g_weights)
-        where, where_down, g = ctx.where, ctx.where_down, g.contiguous()
+        dest, dest_down, g = ctx.dest, ctx.dest_down, g.contiguous()
         g_gate_up = torch.empty_like(gate_up)
         if ctx.products.dgrad:
-            w, down = cast_weights([where], again=True), cast_weights([where_down], again=True)
+            w, down = cast_weights([dest], in_backward=True), cast_weights([dest_down], in_backward=True)
             g_inner = grouped_product(cast_rows([g], count=count), down.values, down.scale, offsets, g.dtype)
             rows = swiglu_rows_backward(g_inner, gate_up, None, count, g_gate_up, both)
             dx = grouped_product(rows, w.values, w.scale, offsets, g.dtype)
         else:
-            g_inner = grouped_mm(g, where_down.again().transpose(1, 2), offsets)
+            g_inner = grouped_mm(g, dest_down.value_in_backward().transpose(1, 2), offsets)
             swiglu_rows_backward(g_inner, gate_up, None, count, g_gate_up, both)
-            dx = grouped_mm(g_gate_up, where.again().transpose(1, 2), offsets)
+            dx = grouped_mm(g_gate_up, dest.value_in_backward().transpose(1, 2), offsets)
         work = Product(partial(grouped_wgrad, x.detach(), g_gate_up, offsets))
         work_down = Product(partial(grouped_wgrad, inner, g, offsets))
-        dw_down = where_down.contribute(ctx, 2, work_down)
-        return dx, where.contribute(ctx, 1, work), dw_down, None, None, g_weights, None, None
+        dw_down = dest_down.contribute(ctx, 2, work_down)
+        return dx, dest.contribute(ctx, 1, work), dw_down, None, None, g_weights, None, None

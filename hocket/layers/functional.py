@@ -1,16 +1,15 @@
 """The functions that read weights: linear, score, grouped linear, scale, shift, embedding; `norms.py` has the norms.
 
 For an ordinary parameter each of them is the stock torch function. For a managed parameter only activations enter
-autograd: the weight is looked up when forward runs and again when backward runs, and the weight gradient is left to the
-segment's queue. `runtime/weights.py` tells them apart. On a CPU all ways compute the same bits, because the formulas
-and their operand order are those of torch's own derivatives. On a GPU gradients that products add up are rounded less
-often, and experts' weight gradients have a product of their own (`kernels/products.py`).
+autograd: the weight is looked up when forward runs and again when backward runs, and its gradient is deferred to the
+segment's queue (`runtime/weights.py`). On a CPU both give the same bits, because formulas and operand order are those
+of torch's derivatives. On a GPU gradients accumulated by products are rounded less often, and experts' weight gradients
+have their own product (`kernels/products.py`).
 
-Note: [Nothing but activations is saved]
-A weight that autograd saves would pin its slot, and after a release the slot holds another layer's weights.
-So no function here saves a weight; `Weight.tensor()` is called once per direction. The work that a function
-queues holds its activation detached, for a saved activation still knows the graph that made it, and would
-keep all of it alive until the queue is drained.
+Note: [Only activations are saved]
+A weight saved by autograd would pin its slot, and after a release the slot holds another layer's weights. So no
+function here saves a weight; `Weight.tensor()` is called once per direction. Queued work holds its activation detached,
+because a saved activation refers to the graph that made it, and would keep all of it alive until the queue is drained.
 
 Shapes: T tokens or any leading dimensions, R rows grouped by expert, D input width, F output width,
 E local experts, V vocabulary.
@@ -56,18 +55,18 @@ def linear(x_TD: Tensor, p_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
 
 
 def linears(x_TD: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """`linear` of every weight. On a GPU one product after another adds its part to the gradient of `x`."""
+    """`linear` of every weight. On a GPU each product accumulates into the gradient of `x`."""
     values = [value_of(p) for p in params]
     if len(params) == 1 or not usable(x_TD, *values) or any(value.dtype != x_TD.dtype for value in values):
         return tuple(linear(x_TD, p) for p in params)
-    wheres = [destination(x_TD, p) for p in params]
-    return _Linears.apply(x_TD, *(where.given for where in wheres), wheres)
+    dests = [destination(x_TD, p) for p in params]
+    return _Linears.apply(x_TD, *(dest.autograd_input for dest in dests), dests)
 
 
 def score(x_TD: Tensor, p_ED: Tensor) -> tuple[Tensor, Tensor]:
     """`x`, and `x @ p.T` in fp32 whatever the dtype of both, [T, E].
 
-    The first result takes the place of `x`, so that one kernel adds the gradients of its readers and of the product.
+    Callers use the first result in place of `x`, so that one kernel adds the gradients of its readers and the product.
     """
     weight = weight_of(p_ED)
     if _is_widened(x_TD, value_of(p_ED)):
@@ -78,9 +77,9 @@ def score(x_TD: Tensor, p_ED: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def grouped_linear(x_RD: Tensor, p_EDF: Tensor, offsets_E: Tensor, turned: bool = False) -> Tensor:
-    """One product per expert: rows `offsets[e - 1]:offsets[e]` times `p[e]`; weights that are `turned` are [E, F, D].
+    """One product per expert: rows `offsets[e - 1]:offsets[e]` times `p[e]`; with `turned` weights are [E, F, D].
 
-    Returns [R, F]. `offsets` is int32, on the device of `x`, ends at R; D and F must be multiples of 16 bytes. An
+    Returns [R, F]. `offsets` is int32, on the device of `x`, and ends at R; D and F must be multiples of 16 bytes. An
     expert without rows gets a zero gradient.
     """
     weight = weight_of(p_EDF)
@@ -115,7 +114,7 @@ def embedding(ids_T: Tensor, p_VD: Tensor, padding: int = -1) -> Tensor:
 
 def grouped_mm(x_RD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
     """`torch._grouped_mm` of rows and stacked weights, or one product per expert where there is no kernel."""
-    if not x_RD.shape[0]:  # no launch takes a matrix without rows
+    if not x_RD.shape[0]:  # kernels cannot launch on zero rows
         return x_RD @ w_EDF[0]
     if _has_grouped_kernel(x_RD):
         return torch._grouped_mm(x_RD, w_EDF, offs=offsets_E)
@@ -128,18 +127,18 @@ def grouped_wgrad(
 ) -> None:
     """Write `scale * x[rows of e].T @ g[rows of e]` to `out[e]`, or add it, for every expert.
 
-    All of `out` is written: an expert without rows gets zeros. So gradients may be sent from memory that held others.
+    An expert without rows gets zeros, so all of `out` is written and may be sent without clearing it first.
     """
     if _writes_itself(x_RD, g_RF, out_EDF, add):
         from hocket.kernels.products import weight_gradients
 
         weight_gradients(x_RD, g_RF, offsets_E, out_EDF, add, scale)
-    elif not x_RD.shape[0]:  # no launch takes a matrix without rows
+    elif not x_RD.shape[0]:  # kernels cannot launch on zero rows
         if not add:
             out_EDF.zero_()
     elif _has_grouped_kernel(x_RD):
         product_EDF = torch._grouped_mm(x_RD.t(), g_RF, offs=offsets_E)
-        # On Blackwell that of an expert without rows is no zero: github.com/pytorch/pytorch/issues/172439.
+        # On Blackwell an expert without rows gets no zeros: github.com/pytorch/pytorch/issues/172439.
         none_E = offsets_E.diff(prepend=offsets_E.new_zeros(1)) == 0
         put(product_EDF.masked_fill_(none_E.view(-1, 1, 1), 0), out_EDF, add, scale)
     else:
@@ -148,13 +147,13 @@ def grouped_wgrad(
 
 
 def _writes_itself(x_RD: Tensor, g_RF: Tensor, out_EDF: Tensor, add: bool) -> bool:
-    """Whether there is a kernel that leaves the experts' gradients where they belong, of bf16 operands."""
+    """Whether a kernel can write the experts' bf16 gradients in place."""
     exact = out_EDF.dtype is torch.float32 or not add
     return exact and usable(x_RD, g_RF, out_EDF) and x_RD.dtype == g_RF.dtype == torch.bfloat16
 
 
 def _is_widened(x_TD: Tensor, value_FD: Tensor) -> bool:
-    """Whether tensor cores take both operands as they are. No launch takes a matrix without rows."""
+    """Whether tensor cores take both operands as they are; they cannot launch on zero rows."""
     return usable(x_TD, value_FD) and x_TD.dtype == value_FD.dtype == torch.bfloat16 and x_TD.numel() > 0
 
 
@@ -166,12 +165,12 @@ def _wide_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
 
 
 def _has_grouped_kernel(x_RD: Tensor) -> bool:
-    """CUDA has a kernel for bf16 alone."""
+    """CUDA's kernel takes bf16 only."""
     return x_RD.device.type == "cpu" or x_RD.dtype is torch.bfloat16
 
 
 def _bounds(offsets_E: Tensor) -> list[tuple[int, int]]:
-    """(first, end) row of every expert, on the host. Stops the host until the device has caught up."""
+    """(first, end) row of every expert, on the host. Synchronizes with the device."""
     ends: list[int] = offsets_E.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -181,7 +180,7 @@ def _linear_wgrad(x: Tensor, g: Tensor, dtype: torch.dtype, out_FD: Tensor, add:
 
 
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)`, which costs the host a call even where it changes nothing."""
+    """`x.to(dtype)`, without the host's cost of a call that changes nothing."""
     return x if x.dtype is dtype else x.to(dtype)
 
 
@@ -208,26 +207,26 @@ def _shift_wgrad(g: Tensor, out_D: Tensor) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """Of managed weights and biases."""
+    """A product with a managed weight and bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, where: Queued, of_bias: Queued | None, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dest: Queued, of_bias: Queued | None, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
-        ctx.where, ctx.of_bias, ctx.dtype = where, of_bias, dtype
-        return F.linear(_as(x, dtype), _as(where.value(), dtype), None if of_bias is None else of_bias.value())
+        ctx.dest, ctx.of_bias, ctx.dtype = dest, of_bias, dtype
+        return F.linear(_as(x, dtype), _as(dest.value(), dtype), None if of_bias is None else of_bias.value())
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        if g is None:  # what its weight gets is no gradient either, which is not zeros
+        if g is None:  # then the weight gets no gradient either, rather than zeros
             return None, None, None, None
         (x,) = ctx.saved_tensors
-        weight_FD = _as(ctx.where.value(), ctx.dtype)
+        weight_FD = _as(ctx.dest.value(), ctx.dtype)
         dx = _as(g @ weight_FD, x.dtype) if ctx.needs_input_grad[0] else None
         write = partial(_linear_wgrad, x.detach(), g, ctx.dtype)
-        # A gradient in a wider dtype than weights have is rounded to theirs before anything is added.
+        # A gradient in a wider dtype than the weights' is rounded to theirs before anything is added.
         work = Product(write) if ctx.dtype == x.dtype else partial(write, add=False, scale=1.0)
-        ctx.where.contribute(ctx, 1, work)
+        ctx.dest.contribute(ctx, 1, work)
         if ctx.of_bias is not None:
             ctx.of_bias.contribute(ctx, 2, Product(partial(_sum_wgrad, _rows(g))))
         return dx, None, None, None
@@ -237,35 +236,35 @@ class _Linears(torch.autograd.Function):
     """Several products of one input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *given_wheres: Any) -> tuple[Tensor, ...]:
-        ctx.wheres = given_wheres[-1]
+    def forward(ctx: Any, x: Tensor, *given_dests: Any) -> tuple[Tensor, ...]:
+        ctx.dests = given_dests[-1]
         ctx.save_for_backward(x)
-        return tuple(F.linear(x, where.value()) for where in ctx.wheres)
+        return tuple(F.linear(x, dest.value()) for dest in ctx.dests)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         refuse_graph()
-        values = [where.again() for where in ctx.wheres]
+        values = [dest.value_in_backward() for dest in ctx.dests]
         (x,) = ctx.saved_tensors
         x_TD, gs = x.detach().reshape(-1, x.shape[-1]), [g.reshape(-1, g.shape[-1]) for g in grads]
         dx = None
         if ctx.needs_input_grad[0]:
             pairs = list(zip(gs, values, strict=True))
-            pairs.sort(key=lambda pair: pair[0].shape[1])  # the largest sum is rounded once only
+            pairs.sort(key=lambda pair: pair[0].shape[1])  # the largest product last, so its sum is rounded once
             dx = sum_of_products(pairs).view(x.shape)
         found = [
-            where.contribute(ctx, i, Product(partial(write_product, g_TF.t(), x_TD)))
-            for i, (g_TF, where) in enumerate(zip(gs, ctx.wheres, strict=True), 1)
+            dest.contribute(ctx, i, Product(partial(write_product, g_TF.t(), x_TD)))
+            for i, (g_TF, dest) in enumerate(zip(gs, ctx.dests, strict=True), 1)
         ]
         return dx, *found, None
 
 
 class _Score(torch.autograd.Function):
-    """A product of bf16 operands in fp32, beside its input."""
+    """A product of bf16 operands in fp32, and its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination) -> tuple[Tensor, Tensor]:
-        return x, _wide_mm(x, save_input(ctx, x, where).t())
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, dest: Destination) -> tuple[Tensor, Tensor]:
+        return x, _wide_mm(x, save_input(ctx, x, dest).t())
 
     @staticmethod
     def backward(ctx: Any, g_x: Tensor, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
@@ -273,61 +272,61 @@ class _Score(torch.autograd.Function):
 
         x, w_ED = saved_input(ctx)
         dx = input_gradient(g, w_ED, g_x)
-        return dx, ctx.where.contribute(ctx, 1, Product(partial(_score_wgrad, x.detach(), g))), None
+        return dx, ctx.dest.contribute(ctx, 1, Product(partial(_score_wgrad, x.detach(), g))), None
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, offsets: Tensor, where: Queued, turned: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, offsets: Tensor, dest: Queued, turned: bool) -> Tensor:
         ctx.save_for_backward(x, offsets)
-        ctx.where, ctx.turned = where, turned
-        return grouped_mm(x, where.value().transpose(1, 2) if turned else where.value(), offsets)
+        ctx.dest, ctx.turned = dest, turned
+        return grouped_mm(x, dest.value().transpose(1, 2) if turned else dest.value(), offsets)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         x, offsets = ctx.saved_tensors
-        g, x, value = g.contiguous(), x.detach(), ctx.where.value()
+        g, x, value = g.contiguous(), x.detach(), ctx.dest.value()
         operands = (g, x) if ctx.turned else (x, g)
-        ctx.where.contribute(ctx, 1, Product(partial(grouped_wgrad, *operands, offsets)))
+        ctx.dest.contribute(ctx, 1, Product(partial(grouped_wgrad, *operands, offsets)))
         return grouped_mm(g, value if ctx.turned else value.transpose(1, 2), offsets), None, None, None
 
 
 class _Scale(torch.autograd.Function):
-    """Ordinary weights come here with `one` alone: a sum in the activations' dtype would lose most of their bits."""
+    """Also for ordinary weights with `one`: a sum in the activations' dtype would lose most of their bits."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination, one: bool) -> Tensor:
-        ctx.one, p_D = one, save_input(ctx, x, where)
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, dest: Destination, one: bool) -> Tensor:
+        ctx.one, p_D = one, save_input(ctx, x, dest)
         return (x * (p_D.float() + 1)).to(x.dtype) if one else x * p_D
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (x,) = ctx.saved_tensors
-        dw = ctx.where.contribute(ctx, 1, partial(_scale_wgrad, x.detach(), g))
-        p_D = ctx.where.again()
+        dw = ctx.dest.contribute(ctx, 1, partial(_scale_wgrad, x.detach(), g))
+        p_D = ctx.dest.value_in_backward()
         return (g * (p_D.float() + 1)).to(x.dtype) if ctx.one else g * p_D, dw, None, None
 
 
 class _Shift(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, where: Queued) -> Tensor:
-        ctx.where = where
-        return x + where.value()
+    def forward(ctx: Any, x: Tensor, dest: Queued) -> Tensor:
+        ctx.dest = dest
+        return x + dest.value()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        ctx.where.contribute(ctx, 1, partial(_shift_wgrad, g))
+        ctx.dest.contribute(ctx, 1, partial(_shift_wgrad, g))
         return g, None
 
 
 class _Embedding(torch.autograd.Function):
-    """Of a managed weight. The anchor of its queue makes autograd call backward."""
+    """Lookup in a managed weight. The anchor of its queue makes autograd call backward."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, ids: Tensor, where: Queued, padding: int) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, ids: Tensor, dest: Queued, padding: int) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.padding = padding
-        return F.embedding(ids, save_input(ctx, ids, where))
+        return F.embedding(ids, save_input(ctx, ids, dest))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
@@ -335,7 +334,7 @@ class _Embedding(torch.autograd.Function):
             (ids,) = ctx.saved_tensors
             if ctx.padding >= 0:
                 g = g.masked_fill((ids == ctx.padding).unsqueeze(-1), 0.0)
-            ctx.where.contribute(ctx, 2, Product(partial(write_rows, ids, g)))
+            ctx.dest.contribute(ctx, 2, Product(partial(write_rows, ids, g)))
         return None, None, None, None
 
 
@@ -343,23 +342,22 @@ class _Embedding(torch.autograd.Function):
 #
 # The gradient of a table's rows, written where the reduction reads it.
 #
-# Note: [Rows that nobody looked up]
-# Autograd makes a gradient of the whole table: it clears it, adds up rows, and hands it on to be copied. Of a large
-# vocabulary a microbatch looks up few rows, so that is three passes over zeros. Here rows are added up in a tensor as
-# long as the tokens, where the rows of one id have one place, and these sums are put into the cleared destination. They
-# are sums of `embedding_dense_backward`, which adds rows in the order of tokens wherever their place is: so are the
-# bits.
+# Note: [Gradients of looked-up rows]
+# Autograd's gradient is a whole table: it is cleared, rows are added, and the caller copies it. A microbatch looks up
+# few rows of a large vocabulary, so that is mostly three passes over zeros. Here the gradients of rows with one id are
+# summed in a tensor of as many rows as tokens, and the sums are written to the cleared destination. The sums are those
+# of `embedding_dense_backward`, which adds rows in the order of tokens wherever they are stored, so the bits are equal.
 #
 # Shapes: T tokens, or any leading dimensions, V rows of the table, D width.
 
 
 def dense_gradient(ids_T: Tensor, g_TD: Tensor, rows: int) -> Tensor:
-    """The gradient of the whole table, as autograd makes it."""
+    """The gradient of the whole table, as autograd computes it."""
     return torch.ops.aten.embedding_dense_backward(g_TD, ids_T, rows, -1, False)
 
 
 def write_rows(ids_T: Tensor, g_TD: Tensor, out_VD: Tensor, add: bool = False, scale: float = 1.0) -> None:
-    """Write the gradient of the whole table, times `scale`, or add it. See `Note: [Rows that nobody looked up]`."""
+    """Write the gradient of the whole table, times `scale`, or add it. See `Note: [Gradients of looked-up rows]`."""
     if out_VD.is_cuda and 0 < ids_T.numel() < len(out_VD):
         write_sums(ids_T, g_TD, out_VD, add, scale)
     else:
@@ -367,7 +365,7 @@ def write_rows(ids_T: Tensor, g_TD: Tensor, out_VD: Tensor, add: bool = False, s
 
 
 def write_sums(ids_T: Tensor, g_TD: Tensor, out_VD: Tensor, add: bool, scale: float = 1.0) -> None:
-    """Clear the table, and write the rows that were looked up; or add to these."""
+    """Clear the table and write the rows that were looked up, or add to these rows."""
     ids_T = ids_T.reshape(-1).long()
     rows_TD = sums_by_id(ids_T, g_TD.reshape(len(ids_T), -1))
     if scale != 1.0:
@@ -380,7 +378,7 @@ def write_sums(ids_T: Tensor, g_TD: Tensor, out_VD: Tensor, add: bool, scale: fl
 
 
 def sums_by_id(ids_T: Tensor, g_TD: Tensor) -> Tensor:
-    """For every token the sum of the rows of all tokens with its id, [T, D]; no host waits for the number of ids."""
+    """For every token the sum of the rows of all tokens with its id, [T, D]; without a host wait for the id count."""
     order = ids_T.argsort(stable=True)
     in_order = ids_T[order]
     begins = torch.zeros_like(order)
@@ -391,16 +389,16 @@ def sums_by_id(ids_T: Tensor, g_TD: Tensor) -> Tensor:
 
 # --------------------------------------------------------------------------------------------------------------- biases
 #
-# A bias of each expert, added to its rows.
+# A bias per expert, added to its rows.
 #
 # Shapes: R rows grouped by expert, F width, E local experts.
 
 
 def add_bias_by_expert(x_RF: Tensor, p_EF: Tensor, offsets_E: Tensor) -> Tensor:
-    """`x + p[e]` of the rows `offsets[e - 1]:offsets[e]` of every expert; the rows after the last one mean nothing.
+    """`x + p[e]` for the rows `offsets[e - 1]:offsets[e]` of every expert; rows after the last one are undefined.
 
-    `offsets` is int32, on the device of `x`. On a GPU the result takes the memory of `x`. An expert without rows gets a
-    zero gradient.
+    `offsets` is int32, on the device of `x`. On a GPU the result reuses the memory of `x`. An expert without rows gets
+    a zero gradient.
     """
     return apply(_AddBiasByExpert, x_RF, p_EF, offsets_E)
 
@@ -418,7 +416,7 @@ def sum_by_expert(g_RF: Tensor, offsets_E: Tensor, out_EF: Tensor, add: bool = F
 
 
 def owners(rows: int, offsets_E: Tensor) -> Tensor:
-    """The expert of every row, int32 [R]; rows after the last one's have the last one."""
+    """The expert of every row, int32 [R]; rows after the last expert's count as its own."""
     row = torch.arange(rows, dtype=torch.int32, device=offsets_E.device)
     found = torch.searchsorted(offsets_E, row, right=True, out_int32=True)
     return found.clamp_(max=len(offsets_E) - 1)
@@ -426,9 +424,9 @@ def owners(rows: int, offsets_E: Tensor) -> Tensor:
 
 class _AddBiasByExpert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination, offsets: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, dest: Destination, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(offsets)
-        ctx.where, value_EF = where, where.value()
+        ctx.dest, value_EF = dest, dest.value()
         if usable(x, value_EF):
             from hocket.kernels.sums import add_by_expert
 
@@ -441,12 +439,12 @@ class _AddBiasByExpert(torch.autograd.Function):
         (offsets,) = ctx.saved_tensors
         if g.is_cuda:
             refuse_graph()
-        return g, ctx.where.contribute(ctx, 1, Product(partial(sum_by_expert, g.contiguous(), offsets))), None, None
+        return g, ctx.dest.contribute(ctx, 1, Product(partial(sum_by_expert, g.contiguous(), offsets))), None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------- delta
 #
-# What gated delta nets read weights for beside products: a causal convolution, and the decay of their memory.
+# Functions of gated delta nets with weights, besides products: a causal convolution, and the decay of their state.
 #
 # Both are computed in fp32.
 #
@@ -454,9 +452,9 @@ class _AddBiasByExpert(torch.autograd.Function):
 
 
 def causal_convolution(x_BSC: Tensor, p_CW: Tensor, position_BS: Tensor | None = None) -> Tensor:
-    """Of every channel by itself, the sum over the W tokens up to each of `x * p`, the last one the token itself.
+    """Per channel, the sum of `x * p` over the W tokens up to and including each token.
 
-    Before a sequence are zeros, and with positions of tokens in their documents before a document.
+    Tokens before a sequence count as zeros; with `position`, tokens' positions in documents, those before a document.
     """
     return apply(_Convolution, x_BSC, p_CW, position_BS)
 
@@ -467,7 +465,7 @@ def decay(x_BSH: Tensor, p_H: Tensor) -> Tensor:
 
 
 def _before(x_BSC: Tensor, count: int, position_BS: Tensor | None) -> Tensor:
-    """Each token's `count`-th one before; zeros where there is none."""
+    """The token `count` places before each token; zeros if there is none."""
     if not count:
         return x_BSC
     moved_BSC = F.pad(x_BSC, (0, 0, count, 0))[:, : x_BSC.shape[1]]
@@ -495,9 +493,9 @@ def _decay_wgrad(y_BSH: Tensor, g_BSH: Tensor, out_H: Tensor) -> None:
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination, position: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, dest: Destination, position: Tensor | None) -> Tensor:
         ctx.position = position
-        p_CW, x_BSC = save_input(ctx, x, where).float(), x.float()
+        p_CW, x_BSC = save_input(ctx, x, dest).float(), x.float()
         width = p_CW.shape[1]
         y_BSC = x_BSC * p_CW[:, -1]
         for count in range(1, width):
@@ -507,25 +505,25 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (x,) = ctx.saved_tensors
-        p_CW, g_BSC = ctx.where.again().float(), g.float()
+        p_CW, g_BSC = ctx.dest.value_in_backward().float(), g.float()
         width = p_CW.shape[1]
         dx_BSC = g_BSC * p_CW[:, -1]
         for count in range(1, width):
             dx_BSC += _after(g_BSC * p_CW[:, width - 1 - count], count, ctx.position)
-        dw = ctx.where.contribute(ctx, 1, partial(_convolution_wgrad, x.detach(), g, ctx.position))
+        dw = ctx.dest.contribute(ctx, 1, partial(_convolution_wgrad, x.detach(), g, ctx.position))
         return dx_BSC.to(x.dtype), dw, None, None
 
 
 class _Decay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination) -> Tensor:
-        ctx.where = where
-        y_BSH = x * -where.value().float().exp()
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, dest: Destination) -> Tensor:
+        ctx.dest = dest
+        y_BSH = x * -dest.value().float().exp()
         ctx.save_for_backward(y_BSH)
         return y_BSH
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (y_BSH,) = ctx.saved_tensors
-        dw = ctx.where.contribute(ctx, 1, partial(_decay_wgrad, y_BSH.detach(), g))
-        return g * -ctx.where.again().float().exp(), dw, None
+        dw = ctx.dest.contribute(ctx, 1, partial(_decay_wgrad, y_BSH.detach(), g))
+        return g * -ctx.dest.value_in_backward().float().exp(), dw, None

@@ -1,6 +1,6 @@
-"""Root-mean-square norms, and what stands next to them: the residual stream's additions, and rotary positions.
+"""Root-mean-square norms and the operations next to them: residual additions and rotary positions.
 
-Weights are read as in `functional.py`, whose formulas these are where there is no kernel.
+Weights are read as in `functional.py`. Without a kernel, its formulas are used.
 
 Shapes: T tokens or any leading dimensions, D width, B sequences, S sequence length, H heads, N width of a head,
 R elements of a head that rotate.
@@ -21,7 +21,7 @@ from hocket.runtime.weights import Destination, apply, save_input, saved_input, 
 
 
 def rms_norm(x_TD: Tensor, p_D: Tensor, eps: float, one: bool = False) -> Tensor:
-    """Root-mean-square normalisation over the last dimension, then `scale`, with `one` by 1 + weight."""
+    """Root-mean-square normalisation over the last dimension, then `scale`; with `one`, by 1 + weight."""
     if _has_kernel(x_TD, p_D):
         return apply(_RmsNorm, x_TD, p_D, eps, one)
     return scale(F.rms_norm(x_TD, (x_TD.shape[-1],), None, eps), p_D, one)
@@ -32,7 +32,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """The residual stream `x + more`, or just `x`, and its `rms_norm`.
 
-    The first result takes the place of `x`, so that one kernel adds the gradients of its readers and of the norm's.
+    Callers use the first result in place of `x`, so that one kernel adds the gradients of its readers and of the norm.
     """
     alike = more_TD is None or (more_TD.dtype == x_TD.dtype and more_TD.shape == x_TD.shape and usable(more_TD))
     if alike and _has_kernel(x_TD, p_D):
@@ -42,9 +42,9 @@ def add_rms_norm(
 
 
 def rotate(x_BSHN: Tensor, table: Tensor) -> Tensor:
-    """Turn each pair (first half, second half) of the first R elements of every head by its position's angle, in fp32.
+    """Rotate each pair (first half, second half) of every head's first R elements by its position's angle, in fp32.
 
-    `table` has the cosines and the sines of all positions' angles, [2, S, 1, R / 2].
+    `table` has the cosines and sines of all positions' angles, [2, S, 1, R / 2].
     """
     if usable(x_BSHN, table):
         from hocket.kernels.norm import Rotary
@@ -65,25 +65,25 @@ def norm_rotate(x_BSHN: Tensor, p_N: Tensor, eps: float, table: Tensor, one: boo
 
 
 def _factor(p_D: Tensor, one: bool) -> Tensor:
-    """What a norm with a weight multiplies by; 1 + weight in fp32, which kernels compute in."""
+    """The factor of a norm with a weight; 1 + weight in fp32, in which kernels compute."""
     return p_D.float() + 1 if one else p_D
 
 
 def _has_kernel(x_TD: Tensor, p_D: Tensor) -> bool:
-    """A program holds a whole row; and with two dtypes, the result would have torch's choice of them."""
+    """Whether the kernel applies: a program holds a whole row, and mixed dtypes would need torch's promotion."""
     value_D = value_of(p_D)
     return usable(x_TD, value_D) and x_TD.dtype == value_D.dtype and x_TD.shape[-1] <= 32768
 
 
 class _RmsNorm(torch.autograd.Function):
-    """One kernel in each direction, as all of these."""
+    """One kernel per direction for norm and scale."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination, eps: float, one: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, dest: Destination, eps: float, one: bool) -> Tensor:
         from hocket.kernels import norm
 
         ctx.eps, ctx.one = eps, one
-        return norm.forward(x, _factor(save_input(ctx, x, where), one), eps)[1]
+        return norm.forward(x, _factor(save_input(ctx, x, dest), one), eps)[1]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
@@ -91,20 +91,20 @@ class _RmsNorm(torch.autograd.Function):
 
         x, p_D = saved_input(ctx)
         dx, parts_PD = norm.backward(g, x, _factor(p_D, ctx.one), ctx.eps)
-        return dx, ctx.where.contribute(ctx, 1, partial(norm.sum_parts, parts_PD)), None, None, None
+        return dx, ctx.dest.contribute(ctx, 1, partial(norm.sum_parts, parts_PD)), None, None, None
 
 
 class _AddNorm(torch.autograd.Function):
-    """What is kept is the sum, not what is added."""
+    """Saves the sum, not its operands."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, given: Tensor | None, where: Destination, eps: float, one: bool, more: Tensor | None
+        ctx: Any, x: Tensor, given: Tensor | None, dest: Destination, eps: float, one: bool, more: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         from hocket.kernels import norm
 
-        total, y = norm.forward(x, _factor(where.value(), one), eps, more)
-        save_input(ctx, total, where)
+        total, y = norm.forward(x, _factor(dest.value(), one), eps, more)
+        save_input(ctx, total, dest)
         ctx.eps, ctx.one, ctx.added = eps, one, more is not None
         return total, y
 
@@ -114,24 +114,24 @@ class _AddNorm(torch.autograd.Function):
 
         total, p_D = saved_input(ctx)
         dx, parts_PD = norm.backward(g, total, _factor(p_D, ctx.one), ctx.eps, g_total)
-        dw = ctx.where.contribute(ctx, 1, partial(norm.sum_parts, parts_PD))
+        dw = ctx.dest.contribute(ctx, 1, partial(norm.sum_parts, parts_PD))
         return dx, dw, None, None, None, dx if ctx.added else None
 
 
 class _NormRotate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, given: Tensor | None, where: Destination, eps: float, one: bool, table: Tensor
+        ctx: Any, x: Tensor, given: Tensor | None, dest: Destination, eps: float, one: bool, table: Tensor
     ) -> Tensor:
         from hocket.kernels import norm
 
         ctx.eps, ctx.one, ctx.table = eps, one, table
-        return norm.turn(x, table, _factor(save_input(ctx, x, where), one), eps)
+        return norm.rope(x, table, _factor(save_input(ctx, x, dest), one), eps)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         from hocket.kernels import norm
 
         x, p_N = saved_input(ctx)
-        dx, parts_PN = norm.norm_turn_backward(g, x, ctx.table, _factor(p_N, ctx.one), ctx.eps)
-        return dx, ctx.where.contribute(ctx, 1, partial(norm.sum_parts, parts_PN)), None, None, None, None
+        dx, parts_PN = norm.norm_rope_backward(g, x, ctx.table, _factor(p_N, ctx.one), ctx.eps)
+        return dx, ctx.dest.contribute(ctx, 1, partial(norm.sum_parts, parts_PN)), None, None, None, None

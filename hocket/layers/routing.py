@@ -1,7 +1,7 @@
 """Routing: which experts a token goes to, with which weights, and in which order its rows leave the rank.
 
-Rows in *sent* order stand by global expert, then token, so they are already split by destination; *slots* number
-token t's choice j as t * top_k + j. `dispatch.py` moves rows by what is decided here.
+Rows in *sent* order are sorted by global expert, then token, so they are already split by destination. *Slots* number
+token t's choice j as t * top_k + j. `dispatch.py` moves rows accordingly.
 
 Shapes: T tokens, E global experts, K top_k, R rows (T * K).
 """
@@ -23,22 +23,22 @@ from hocket.layers.tensor import Arriving
 
 
 class CountExchange(Protocol):
-    """The group of expert-parallel ranks, as much of it as the exchange of counts needs."""
+    """The methods of a group of expert-parallel ranks that the exchange of counts needs."""
 
     @property
     def size(self) -> int: ...
     @property
     def rank(self) -> int: ...
     def all_counts(self, counts: Tensor) -> Tensor:
-        """Every rank's counts [P, ...] of what it sends to each: [P, P, ...]."""
+        """All-gather the counts [P, ...] of rows that each rank sends to each: [P, P, ...]."""
         ...
 
 
 class Sharers(NamedTuple):
-    """The ranks that have the tokens of a microbatch between them."""
+    """The ranks that share the tokens of a microbatch."""
 
     total: Callable[[Tensor], Arriving] = Arriving
-    """Begins the sum over them of whole numbers that each has of its own tokens. Leaves its argument alone."""
+    """Begins the sum over these ranks of integers that each has for its own tokens; the argument is not changed."""
     count: int = 1
 
 
@@ -47,7 +47,7 @@ ALONE = Sharers()
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where the tokens of one microbatch go. Holds integers and sums of scores, nothing with a graph."""
+    """Where the tokens of one microbatch go. Holds integers and sums of scores, without a graph."""
 
     inverse_R: Tensor
     """Row of every slot among rows by global expert, then token; int32. With one copy per expert the sent row."""
@@ -56,21 +56,21 @@ class Routing:
     tokens: int
     top_k: int
     pairs: Pairs | None = None
-    """The rows that are sent, if they are one per token and rank; otherwise there is one for every slot."""
+    """The sent rows, if there is one per token and rank; None: one per slot."""
     chosen_TK: Tensor | None = None
-    """The experts of every token, in the order of its slots: what a routing must know to be kept."""
+    """The experts of every token, in the order of its slots. Needed to reuse the routing."""
     counted_E: Tensor | None = None
-    """`counts_E` without the rows of padding; None if there is none."""
+    """`counts_E` without padding; None if there is none."""
     total_E: Arriving | None = None
-    """`load_E` summed over `Sharers`, for the load-balancing loss; None where it needs no gradient."""
+    """`load_E` summed over `Sharers`, for the load-balancing loss; None if that has no gradient."""
     scores_E: Tensor | None = None
-    """Sums of this rank's scores, those of a token summing to 1, fp32: the other half of that loss."""
+    """Sums of this rank's scores, normalized to 1 per token, fp32: the other factor of that loss."""
 
     @property
     def aux(self) -> Tensor | None:
-        """Of the load-balancing loss, before its coefficient, this rank's part; None where it needs no gradient.
+        """A rank's part of the load-balancing loss, before its coefficient; None if it has no gradient.
 
-        Experts times the sum over experts of (share of the rows) times (mean score): over all ranks, 1 when it is even.
+        Experts times the sum over experts of (share of the rows) times (mean score). Over all ranks, 1 if balanced.
         """
         if self.total_E is None or self.scores_E is None:
             return None
@@ -79,7 +79,7 @@ class Routing:
         return (self.scores_E * rows_E).sum() * (len(rows_E) * self.top_k) / rows.square()
 
     def settle(self) -> None:
-        """Have the current queue wait for `total_E`. The op that routed does so before it ends."""
+        """Make the current queue wait for `total_E`. The op that routed must call this before it ends."""
         if self.total_E is not None:
             self.total_E.get()
 
@@ -99,7 +99,7 @@ class Routing:
 
     @property
     def room(self) -> int:
-        """Rows of the tensor of sent rows."""
+        """Allocated rows of the sent tensor."""
         return self.tokens * self.top_k if self.pairs is None else self.pairs.room
 
 
@@ -114,15 +114,15 @@ def route(
 ) -> tuple[Tensor, Routing]:
     """Choose `top_k` experts per token. Returns their weights, fp32 [T, K], and the routing.
 
-    Scores are a softmax or sigmoid of fp32 logits. `bias_E` is added to the scores for the choice only, of groups too
-    (Wang et al. 2024, "Auxiliary-loss-free load balancing"). The load-balancing loss (Fedus et al. 2021,
-    "Switch Transformers", eq. 4) is attached to the returned weights: their backward adds its gradient, times
-    `config.aux_loss * aux_scale`. Give `aux_scale = 1 / microbatches`, the factor of the main loss. It is a loss of all
-    tokens of a microbatch, of which `sharers` have a part each: the sum of their rows begins here, and the caller calls
-    `Routing.settle` before its op ends. With `kept`, a routing of the same tokens, nothing is chosen: the weights of
-    its choices are computed once more; likewise where `config.routing` is even, and the choice no score's. Tokens that
-    are not in `real_T` are padding: they are routed, and not counted. Losses over something other than the microbatch
-    are not attached here, but by `attach_losses`.
+    Scores are a softmax or sigmoid of fp32 logits. `bias_E` is added to the scores for the choice only, also of groups
+    (Wang et al. 2024, "Auxiliary-loss-free load balancing"). The load-balancing loss (Fedus et al. 2021, "Switch
+    Transformers", eq. 4) is attached to the returned weights: their backward adds its gradient, times
+    `config.aux_loss * aux_scale`. Pass `aux_scale = 1 / microbatches`, the factor of the main loss. The loss is over
+    all tokens of a microbatch, which `sharers` share: the sum of their rows begins here, and the caller must call
+    `Routing.settle` before its op ends. Other losses are attached by `attach_losses`.
+
+    With `kept`, an earlier routing of the same tokens, only the weights of its choices are computed; likewise if
+    `config.routing` is even. Tokens not in `real_T` are padding: they are routed, but not counted.
     """
     assert logits_TE.dtype is torch.float32, "router scores are computed in fp32"
     if config.routing == "even" and kept is None:
@@ -152,10 +152,10 @@ def route(
 
 
 def _within_groups(choice_TE: Tensor, config: ModelConfig) -> Tensor:
-    """Scores by which experts are chosen: those outside of a token's best groups become -inf.
+    """Scores for the choice of experts: those outside a token's best groups become -inf.
 
-    Groups are rated by their best score (DeepSeek-AI 2024, "DeepSeek-V2", section 2.2.2), or by the sum of their best
-    two (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
+    A group's score is its best one (DeepSeek-AI 2024, "DeepSeek-V2", section 2.2.2), or the sum of its best two
+    (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
     """
     if config.route_groups == config.route_top_groups:
         return choice_TE
@@ -170,7 +170,7 @@ def _within_groups(choice_TE: Tensor, config: ModelConfig) -> Tensor:
 def _by_kernels(
     logits_TE: Tensor, config: ModelConfig, bias_E: Tensor | None, factor: float, kept: Routing | None, sharers: Sharers
 ) -> tuple[Tensor, Routing]:
-    """`route` on a GPU, where no token is padding."""
+    """`route` on a GPU, without padding."""
     from hocket.kernels.routing import choose, weigh
 
     begin = sharers.total if factor else Arriving
@@ -186,7 +186,7 @@ def _by_kernels(
 
 
 def _even(tokens: int, config: ModelConfig, device: torch.device, real_T: Tensor | None) -> Routing:
-    """The routing that gives every expert as many rows, and a token's to experts that are far apart."""
+    """A routing with equally many rows per expert, and distant experts for each token."""
     if real_T is None:
         return _even_once(tokens, config, device)
     return placed(_spread(tokens, config, device), config.experts, real_T)
@@ -194,19 +194,19 @@ def _even(tokens: int, config: ModelConfig, device: torch.device, real_T: Tensor
 
 @cache
 def _even_once(tokens: int, config: ModelConfig, device: torch.device) -> Routing:
-    """Kept for good: recorded steps read it again in each replay."""
+    """Cached for ever, because recorded steps read it in each replay."""
     return placed(_spread(tokens, config, device), config.experts)
 
 
 def _spread(tokens: int, config: ModelConfig, device: torch.device) -> Tensor:
-    """Experts [T, K], distinct ones for each token."""
+    """Experts [T, K], distinct for each token."""
     first_T1 = torch.arange(tokens, device=device).unsqueeze(1)
     apart_K = torch.arange(config.top_k, device=device) * (config.experts // config.top_k)
     return (first_T1 + apart_K) % config.experts
 
 
 def placed(chosen_TK: Tensor, experts: int, real_T: Tensor | None = None) -> Routing:
-    """The routing that sends every token to the experts chosen for it, of so many."""
+    """The routing of tokens to given experts, of so many."""
     sorted_R, order_R = chosen_TK.reshape(-1).sort(stable=True)
     bounds = torch.arange(experts + 1, device=chosen_TK.device)
     counts_E, counted_E = torch.searchsorted(sorted_R, bounds).diff(), None
@@ -219,16 +219,16 @@ def placed(chosen_TK: Tensor, experts: int, real_T: Tensor | None = None) -> Rou
 
 
 def balance_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
-    """The next bias: `rate` more for experts that got fewer rows than the mean, `rate` less for the others.
+    """The next bias: `rate` more for experts with fewer rows than the mean, `rate` less for the others.
 
     `counts_E` are the rows of a whole step, summed over microbatches and data-parallel ranks.
     """
-    below_E = counts_E.sum() - counts_E * len(counts_E)  # of the mean, in whole numbers: it may be no fp32 number
+    below_E = counts_E.sum() - counts_E * len(counts_E)  # below the mean, in integers: fp32 might not hold the mean
     return bias_E + rate * torch.sign(below_E).to(bias_E.dtype)
 
 
 def inverse_of(order_R: Tensor) -> Tensor:
-    """Where each number from 0 on stands in `order`, a permutation of them; int32."""
+    """The inverse of the permutation `order`, int32."""
     inverse_R = torch.empty(order_R.shape, dtype=torch.int32, device=order_R.device)
     inverse_R[order_R] = torch.arange(order_R.numel(), dtype=torch.int32, device=order_R.device)
     return inverse_R
@@ -252,7 +252,7 @@ class _Select(torch.autograd.Function):
 class _AttachBalance(torch.autograd.Function):
     """Identity on weights whose backward also gives scores, summing to 1, the gradient of the load-balancing loss.
 
-    Rows of all ranks' tokens are read in backward, so forward need not wait for them.
+    Only backward reads the rows of all ranks' tokens, so forward need not wait for them.
     """
 
     @staticmethod
@@ -272,30 +272,28 @@ class _AttachBalance(torch.autograd.Function):
 
 # -------------------------------------------------------------------------------------------------------- router losses
 #
-# Losses of a router beside the load-balancing loss of a microbatch.
+# Losses of a router besides the load-balancing loss of a microbatch.
 #
-# They are made of logits by plain autograd, and attached to the weights of the chosen experts: that backward adds their
-# gradient.
+# Plain autograd computes them from logits. They are attached to the weights of the chosen experts, whose backward adds
+# their gradient.
 #
-# Note: [What a balance loss is over]
-# The load-balancing loss is `E * sum over experts of f * p`: f an expert's share of the rows, which has no gradient,
-# and p its mean score. What they are taken over is `model.aux_loss_over`.
+# Note: [The scope of the balance loss]
+# The load-balancing loss is `E * sum over experts of f * p`: f is an expert's share of the rows, without a gradient,
+# and p its mean score. `model.aux_loss_over` selects the tokens of both.
 #
-# - microbatch: both over the tokens of one microbatch of one data-parallel rank (Fedus et al. 2021).
-# - sequence: both over one sequence, and the mean over the step's sequences (DeepSeek-AI 2024, "DeepSeek-V3", eq. 17 to
+# - microbatch: the tokens of one microbatch of one data-parallel rank (Fedus et al. 2021).
+# - sequence: one sequence; the loss is the mean over the step's sequences (DeepSeek-AI 2024, "DeepSeek-V3", eq. 17 to
 #   20).
-# - batch: both over all tokens of a step, of all microbatches and data-parallel ranks (Qiu et al. 2025, "Demons in the
-#   detail").
+# - batch: all tokens of a step, of all microbatches and data-parallel ranks (Qiu et al. 2025, "Demons in the detail").
 #
-# Padding has no part in any of them. The last two, and the z-loss, are sums over what weighs the same wherever it is in
+# Padding is excluded from all of them. The last two, and the z-loss, are sums with weights that are equal throughout
 # the step: see Note: [The mean over the tokens of a step] in `model/documents.py`.
 #
-# For the gradient of `batch` f has to be known in the first backward of a step, before later microbatches have been
-# routed. No single pass has it. Qiu et al. add up what has been routed so far in the step, over ranks: one more
-# all-reduce in each layer and microbatch, and a first microbatch that balances itself alone. Here f is that of the step
-# before: loads of a whole step are summed over ranks anyway, when it ends (`engine/experts.py`). So nothing more is
-# communicated, f is over a whole batch in every microbatch, and it is one update old. In a run's first step it is even,
-# which has no gradient. The gradient is exact for that f.
+# The gradient of `batch` needs f in the first backward of a step, before later microbatches have been routed. Qiu et
+# al. use the sum over ranks of what the step has routed so far: one more all-reduce per layer and microbatch, and a
+# first microbatch balanced by itself. Here f is that of the previous step, whose loads are summed over ranks at its end
+# anyway (`engine/experts.py`). So no communication is added, f is over a whole batch in every microbatch, and it is one
+# update old. In a run's first step it is even, which has no gradient. The gradient is exact for that f.
 #
 # Shapes: T tokens, E experts, K top_k, B sequences.
 
@@ -313,8 +311,8 @@ def attach_losses(
 ) -> Tensor:
     """`probs` with the router's other losses attached.
 
-    `load_E` are shares of a step's rows, for the loss over a batch. `tokens` are (which of these are no padding, None:
-    all; how many sequences they are; what each token, and each sequence, weighs in means over the step).
+    `load_E` are the shares of a step's rows, for the loss over a batch. `tokens` are (mask of tokens that are not
+    padding, None: all; number of sequences; the weights of each token and each sequence in means over the step).
     """
     if not torch.is_grad_enabled():
         return probs_TK
@@ -336,12 +334,12 @@ def attach_losses(
 
 
 def over_batch(config: ModelConfig) -> bool:
-    """Whether routers need to know the loads of the step before."""
+    """Whether routers need the loads of the previous step."""
     return config.aux_loss > 0 and config.aux_loss_over == "batch"
 
 
 def shares_of(logits_TE: Tensor, config: ModelConfig) -> Tensor:
-    """Scores, those of a token summing to 1."""
+    """Scores, normalized to 1 per token."""
     if config.router == "softmax":
         return logits_TE.softmax(-1)
     scores_TE = logits_TE.sigmoid()
@@ -349,7 +347,7 @@ def shares_of(logits_TE: Tensor, config: ModelConfig) -> Tensor:
 
 
 def z_loss(logits_TE: Tensor, real_T: Tensor | None, weighs: Tensor | float) -> Tensor:
-    """The sum over tokens, each of which `weighs` so much, of the square of the log of the softmax's denominator.
+    """The sum over tokens, weighted by `weighs`, of the square of the log of the softmax's denominator.
 
     Zoph et al. 2022, "ST-MoE", eq. 5.
     """
@@ -371,7 +369,7 @@ def _by_sequence(shares_TE: Tensor, routing: Routing, real_T: Tensor | None, seq
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Identity on weights whose backward also begins that of a loss."""
+    """Identity on weights whose backward also starts that of a loss."""
 
     @staticmethod
     def forward(ctx: Any, probs_TK: Tensor, loss: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Moving rows: to the places that a table names, and back as sums, with gradients that are moves again.
+"""Moving rows: to the places in a table, and back as sums, with gradients that are moves again.
 
-A table `place` [N, K] says, for each of N rows and each of its K choices, which row of another tensor stands for it;
--1 says that none does. No two choices share a place. So what goes one way is a copy, and what goes the other way a sum
-over a row's choices, in their order, in fp32, rounded once. Nothing is ever accumulated over an index: that makes it
-deterministic on every device, and much faster than the backward of plain indexing. On GPUs the kernels of
-`hocket/kernels/rows.py` compute what the formulas here say, and read and write every row once.
+A table `place` [N, K] has, for each of N rows and each of its K choices, the index of a row of another tensor; -1 for
+none. No two choices share a place. So one direction is a copy, and the other a sum over a row's choices, in order, in
+fp32, rounded once. No operation accumulates over an index, so all are deterministic on every device, and much faster
+than the backward of plain indexing. On GPUs the kernels of `hocket/kernels/rows.py` compute these formulas, and read
+and write every row once.
 
 Shapes: N and R rows, D columns, K choices.
 """
@@ -28,12 +28,12 @@ def gather(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
 
 
 def spread(x_ND: Tensor, place_NK: Tensor, rows: int) -> Tensor:
-    """Every row at all its places, [rows, D]; places that nobody has hold anything."""
+    """Every row copied to all its places, [rows, D]; other rows are undefined."""
     return _Spread.apply(x_ND, place_NK, rows)
 
 
 def spread_weights(weights_NK: Tensor, place_NK: Tensor, rows: int) -> Tensor:
-    """The weight of every choice at its place, fp32 [rows]; places that nobody has hold anything."""
+    """The weight of every choice at its place, fp32 [rows]; other elements are undefined."""
     return _SpreadWeights.apply(weights_NK, place_NK, rows)
 
 
@@ -46,7 +46,7 @@ def total(
 ) -> Tensor:
     """`(sum over choices of prob * row) [+ shared] [+ residual]`, [N, D] or in the shape of the residual.
 
-    Without `probs` (fp32) all of them are 1, and nothing but the table is kept for backward.
+    Without `probs` (fp32) all weights are 1, and only the table is kept for backward.
     """
     return _Total.apply(rows_RD, probs_NK, place_NK, residual, shared)
 
@@ -71,7 +71,7 @@ def total_of(
     shared: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What `total` says, without a graph; without a residual also into `out` [N, D]. Columns must be contiguous."""
+    """`total` without a graph; without a residual also into `out` [N, D]. Columns must be contiguous."""
     if usable(rows_RD):
         from hocket.kernels import rows
 
@@ -86,7 +86,7 @@ def total_of(
 
 
 def _total_backward(g_ND: Tensor, rows_RD: Tensor, probs_NK: Tensor, place_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of rows, [R, D], and of weights, fp32 [N, K], whose sums run over columns."""
+    """Gradients of rows, [R, D], and of weights, fp32 [N, K], which sum over columns."""
     if usable(rows_RD, probs_NK):
         from hocket.kernels import rows
 
@@ -100,14 +100,14 @@ def _total_backward(g_ND: Tensor, rows_RD: Tensor, probs_NK: Tensor, place_NK: T
 
 
 def _chosen(rows_RD: Tensor, place_NK: Tensor) -> Tensor:
-    """The row of every choice in fp32, [N, K, D]; 0 where there is none."""
+    """The row of every choice in fp32, [N, K, D]; 0 for none."""
     at = place_NK.reshape(-1)
     rows = rows_RD.index_select(0, at.clamp(min=0)) if len(rows_RD) else rows_RD.new_zeros(len(at), rows_RD.shape[1])
     return rows.float().masked_fill((at < 0).unsqueeze(-1), 0.0).view(*place_NK.shape, rows_RD.shape[1])
 
 
 def _sum_in_order(x_NKD: Tensor) -> Tensor:
-    """The sum over K from the first to the last, which `Tensor.sum` does not promise."""
+    """The sum over K in order, which `Tensor.sum` does not guarantee."""
     first_ND, *others = x_NKD.unbind(1)
     total_ND = first_ND.clone()
     for each_ND in others:
@@ -210,30 +210,30 @@ class _Total(torch.autograd.Function):
 
 # ------------------------------------------------------------------------------------------------------------- per rank
 #
-# One copy per destination rank: a row for every (token, rank), however many of the token's experts live there.
+# One copy per destination rank: one row per (token, rank), however many of the token's experts are there.
 #
-# A token's choices mostly share ranks: of 8 choices among 4 ranks, a token has 3.6 ranks on average. So a row says in
-# its *label*, columns after the hidden state, which of the token's choices it stands for, and their weights:
+# A token's choices mostly share ranks: 8 choices among 4 ranks fall on 3.6 ranks on average. So a row has a *label*,
+# columns after the hidden state that list the token's choices on that rank, and their weights:
 #
 #     hidden state [D]  |  seat of every choice, int32 [K]  |  their weights, fp32 [K]
 #
-# with a seat of -1 and a weight of 0 for choices that go elsewhere.
+# with a seat of -1 and a weight of 0 for choices on other ranks.
 #
-# If every choice had a row of its own, the rows for a rank would stand there in the order of `Routing.inverse_R`; the
-# *seat* of a choice is its number among them. From seats and exchanged counts the receiver knows each choice's place in
-# grouped order. It copies a row there once per choice, runs the experts, and sums a row's outputs, weighted by the
-# experts or here, in fp32, in the order of the choices. What it rounds goes back, one row per pair, and the token's own
-# rank adds up at most as many rows as there are ranks. Backward is the same both ways: gradients of hidden states
-# travel as rows, and those of weights in the labels of rows.
+# The *seat* of a choice is its index among the choices for that rank, in the order of `Routing.inverse_R`: that of rows
+# with one copy per choice. From seats and exchanged counts the receiver computes each choice's place in grouped order.
+# It copies the row there once per choice, runs the experts, and sums a row's outputs in fp32, in the order of the
+# choices; the experts or this sum apply the weights. It returns one rounded row per pair, and the token's own rank sums
+# at most as many rows as there are ranks. Backward is the same in reverse: gradients of hidden states travel as rows,
+# and gradients of weights in the rows' labels.
 #
 # Note: [Labels are bits]
 # A label shares rows, and thus a message, with numbers of another dtype. Rows are only copied, and only `open_rows` and
 # the gradient of `pack` read labels, as bits, so no rounding and no sum ever touches them.
 #
 # Note: [Bits of the two ways]
-# Against one copy per expert, where a token's rows are all summed on its own rank in fp32, what differs is one rounding
-# to the rows' dtype per (token, rank) in forward, and of the gradient of the hidden state in backward. Choices, and the
-# products of experts, have the same bits for the same input; both ways are the same on every run.
+# With one copy per expert, a token's rows are all summed on its own rank in fp32. The only difference here is one
+# rounding to the rows' dtype per (token, rank): in forward, and of the gradient of the hidden state in backward.
+# Choices and expert products have the same bits for the same input. Both ways are reproducible.
 #
 # Shapes: T tokens, K choices, P expert-parallel ranks, N rows (pairs), D hidden, W columns of a labelled row, R rows in
 # grouped order.
@@ -241,22 +241,22 @@ class _Total(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """The (token, rank) pairs of one microbatch on the rank that has the tokens. Rows are by rank, then token."""
+    """The (token, rank) pairs of one microbatch, on the rank of the tokens. Rows are sorted by rank, then token."""
 
     row_TK: Tensor
-    """Sent row that stands for a choice, int32."""
+    """Sent row that contains a choice, int32."""
     first_TK: Tensor
     """The same for the token's first choice on each rank, -1 for others: every row once, in the order of choices."""
     seat_TK: Tensor
-    """Number of a choice among all those that go to its rank, int32."""
+    """Index of a choice among all choices for its rank, int32."""
     counts_PM: Tensor
-    """For every rank, what it must be told: choices by its experts, then rows; int64 [P, L + 1]."""
+    """Counts for every rank: choices by its experts, then rows; int64 [P, L + 1]."""
     room: int
-    """Rows of the tensor of rows, as many as there can be; those after the last pair hold anything."""
+    """Allocated rows, an upper bound; rows after the last pair are undefined."""
 
 
 def pair(inverse_TK: Tensor, counts_E: Tensor, ranks: int) -> Pairs:
-    """The pairs of a routing: `inverse` is the row that each choice would have of its own (`Routing.inverse_R`)."""
+    """The pairs of a routing; `inverse` is the row of each choice with one copy per choice (`Routing.inverse_R`)."""
     tokens, top_k = inverse_TK.shape
     room = tokens * min(top_k, ranks)
     if usable(inverse_TK) and tokens:
@@ -278,15 +278,15 @@ def pair(inverse_TK: Tensor, counts_E: Tensor, ranks: int) -> Pairs:
 
 
 def pack(x_TD: Tensor, probs_TK: Tensor, pairs: Pairs) -> Tensor:
-    """Tokens to labelled rows, [room, W]. Backward sums a token's rows in fp32, and takes weights' gradients out."""
+    """Tokens to labelled rows, [room, W]. Backward sums a token's rows in fp32, and reads weights' gradients."""
     return _Pack.apply(x_TD, probs_TK, pairs)
 
 
 def read_labels(rows_NW: Tensor, top_k: int, counts_PM: Tensor, grouped_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Place in grouped order, int32 [N, K], -1 where there is none, and weight, fp32 [N, K], of every row's choices.
+    """Place in grouped order, int32 [N, K], -1 for none, and weight, fp32 [N, K], of every row's choices.
 
-    `counts` is what every rank told this one (`Pairs.counts_PM`); `grouped` says for every seat, those of rank 0 first,
-    where it is in grouped order.
+    `counts` are those of every source rank (`Pairs.counts_PM`). `grouped` has the place in grouped order of every seat,
+    sorted by source rank.
     """
     if usable(rows_NW) and len(rows_NW):
         from hocket.kernels import rows
@@ -305,14 +305,14 @@ def read_labels(rows_NW: Tensor, top_k: int, counts_PM: Tensor, grouped_R: Tenso
 def open_rows(rows_NW: Tensor, place_NK: Tensor, probs_NK: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Labelled rows to `rows` rows in grouped order, [R, D], and the weights as values with a gradient.
 
-    Backward sums the gradients of a row's copies in fp32, and puts those of weights into its label. The rows
-    themselves are not kept.
+    Backward sums the gradients of a row's copies in fp32, and writes those of weights to its label. The rows are not
+    kept.
     """
     return _Open.apply(rows_NW, place_NK, probs_NK, rows)
 
 
 def opened_rows(rows_NW: Tensor, place_NK: Tensor, rows: int) -> Tensor:
-    """The rows that `open_rows` makes, without a graph."""
+    """The rows of `open_rows`, without a graph."""
     width = rows_NW.shape[1] - label_bytes(place_NK.shape[1]) // rows_NW.itemsize
     grouped_RD = rows_NW.new_empty(rows, width)
     spread_into(rows_NW[:, :width], place_NK, grouped_RD)
@@ -330,7 +330,7 @@ def _labels(rows_NW: Tensor, top_k: int) -> Tensor:
 
 
 def _labelled(x: Tensor, rows: int, width: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """Rows with room for labels, and their columns of hidden state."""
+    """Rows with space for labels, and a view of their hidden-state columns."""
     rows_NW = x.new_empty(rows, width + label_bytes(top_k) // x.itemsize)
     return rows_NW, rows_NW[:, :width]
 

@@ -1,8 +1,8 @@
-"""Which part of each weight a tensor-parallel rank has.
+"""Which slice of each weight a tensor-parallel rank has.
 
-Heads, columns of MLPs and the vocabulary are spread evenly, and delta nets by key heads. Where there are fewer key and
-value heads than ranks, as many neighbours as have the same one each keep it. Other norms, routers and what makes
-latents of attention are whole on every rank, and so are routed experts, which are spread over ranks in other ways
+Heads, columns of MLPs and the vocabulary are split evenly, and delta nets by key heads. With fewer key and value heads
+than ranks, neighbouring ranks share a head, and each has a copy. Other norms, routers and the weights that make latents
+of attention are whole on every rank. So are routed experts, which are split over ranks in other ways
 (`program/mesh.py`).
 """
 
@@ -23,7 +23,7 @@ class TensorRank:
     rank: int = 0
     size: int = 1
     sharing: int = 1
-    """Neighbours, itself included, that have the same key and value heads."""
+    """Number of neighbours, itself included, with the same key and value heads."""
 
 
 ALONE = TensorRank()
@@ -31,12 +31,12 @@ ALONE = TensorRank()
 
 @dataclass(frozen=True)
 class Split:
-    """A weight is cut along a dimension; of several `blocks` stacked there, each is."""
+    """A weight is split along a dimension; with several stacked `blocks`, each block is."""
 
     dim: int
     blocks: int = 1
     keys: bool = False
-    """Whether it makes keys or values, of which there may be fewer heads than ranks."""
+    """Whether it makes keys or values, which may have fewer heads than ranks."""
 
 
 _HEADS, _INTO, _PAIR, _KEYS = Split(0), Split(1), Split(0, 2), Split(0, keys=True)
@@ -50,16 +50,16 @@ SPLITS = {
     "mlp.w_gate_up": _PAIR, "mlp.w_down": _INTO, "shared.w_gate_up": _PAIR, "shared.w_down": _INTO,
     "embed.weight": Split(0), "head.weight": Split(0),
 }  # fmt: skip
-"""By the last two words of a parameter's name."""
+"""Keyed by the last two words of a parameter's name."""
 
 
 def split_of(name: str) -> Split | None:
-    """How a parameter is spread over tensor-parallel ranks; None if all have the whole."""
+    """How a parameter is split over tensor-parallel ranks; None if all have the whole."""
     return SPLITS.get(".".join(name.split(".")[-2:]))
 
 
 def sharers_of(name: str, at: TensorRank) -> int:
-    """How many neighbouring ranks, itself included, have the same part of a parameter; all, where that is the whole."""
+    """How many neighbouring ranks, itself included, have the same slice of a parameter; all if that is the whole."""
     split = split_of(name)
     return at.size if split is None else at.sharing if split.keys else 1
 
@@ -71,7 +71,7 @@ def whole_shape(name: str, shape: Sequence[int], at: TensorRank) -> tuple[int, .
 
 
 def part_of(name: str, whole: Sequence[int], at: TensorRank) -> Part | None:
-    """Where a rank's part of a parameter of the shape `whole` lies in it; None if it has all of it."""
+    """The position of a rank's slice in a parameter of the shape `whole`; None if it has all of it."""
     split, sharers = split_of(name), sharers_of(name, at)
     if split is None or at.size == sharers:
         return None
@@ -82,14 +82,14 @@ def part_of(name: str, whole: Sequence[int], at: TensorRank) -> Part | None:
 
 
 def take(name: str, value: Tensor, at: TensorRank) -> Tensor:
-    """A rank's part of the whole value of a parameter."""
+    """A rank's slice of the whole value of a parameter."""
     part = part_of(name, value.shape, at)
     return value if part is None else part.of(value)
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts
 #
-# Ranges and parts of a parameter, as boxes of the whole: an offset and a size per dimension.
+# Ranges and slices of a parameter, as boxes of the whole: an offset and a size per dimension.
 #
 # A range of elements of a row-major tensor of n dimensions is at most 2n - 1 boxes: for a matrix the end of a row,
 # whole rows, the beginning of a row.
@@ -128,13 +128,13 @@ def boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
 
 @dataclass(frozen=True)
 class Part:
-    """Where the elements of a part of a parameter lie in the whole: along one dimension, in blocks of equal length."""
+    """The position of a slice in the whole parameter: along one dimension, in blocks of equal length."""
 
     shape: tuple[int, ...]
-    """Of the part."""
+    """Of the slice."""
     dim: int
     starts: tuple[int, ...]
-    """Index in the whole parameter at which each block of the part begins; several blocks only along dimension 0."""
+    """Index in the whole parameter of each block's start; several blocks only along dimension 0."""
 
     @property
     def block(self) -> int:
@@ -142,11 +142,11 @@ class Part:
         return self.shape[self.dim] // len(self.starts)
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of a whole value."""
+        """The slice of a whole value."""
         return torch.cat([whole.narrow(self.dim, start, self.block) for start in self.starts], self.dim)
 
     def boxes(self, lo: int, hi: int) -> Iterator[Box]:
-        """The elements `[lo, hi)` of the part, as boxes of the whole, in the order of the elements."""
+        """The elements `[lo, hi)` of the slice, as boxes of the whole, in the order of the elements."""
         for offsets, sizes in boxes(self.shape, lo, hi):
             first, stop = offsets[self.dim], offsets[self.dim] + sizes[self.dim]
             while first < stop:
@@ -159,7 +159,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Span:
-    """The elements `[lo, hi)` of a parameter, or of a part of it."""
+    """The elements `[lo, hi)` of a parameter, or of a slice of it."""
 
     shape: tuple[int, ...]
     """Of the whole parameter."""
@@ -179,7 +179,7 @@ class Span:
         yield from boxes(self.shape, self.lo, self.hi) if self.part is None else self.part.boxes(self.lo, self.hi)
 
     def put(self, elements: Tensor, flat: Tensor) -> None:
-        """Write these elements, 1-D, where they belong in a whole value, which is given 1-D."""
+        """Write these elements, 1-D, to their place in a whole value, which is given 1-D."""
         whole, at = flat.view(self.shape), 0
         for offsets, sizes in self.boxes():
             box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))

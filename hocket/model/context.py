@@ -1,10 +1,9 @@
-"""Sequences that context-parallel ranks share: who has which tokens, and which keys these attend to.
+"""Context parallelism: which tokens each rank has, and which keys they attend to.
 
-A microbatch's sequences, one after the other, are cut into chunks. Each rank has as many tokens as the others, in
-chunks of its own. Keys and values of all ranks are gathered before attention, and put into the order of sequences. What
-a chunk attends to is then one stretch of it: from where the document of its first token begins to its own last token.
-So attention is that of documents whose queries are fewer than their keys, with both aligned at their ends, and no
-partial results are put together.
+The sequences of a microbatch, concatenated, are cut into chunks. All ranks have equally many tokens, each in its own
+chunks. Keys and values of all ranks are gathered before attention and reordered into sequences. So the keys of a chunk
+are one stretch: from the start of its first token's document to the chunk's last token. Attention is then that of
+documents with fewer queries than keys, aligned at their ends, and no partial results have to be merged.
 
 Shapes: B sequences, S sequence length, T tokens of this rank, U tokens of all ranks (B * S), D width of a row.
 """
@@ -21,37 +20,37 @@ import torch
 from torch import Tensor
 
 from hocket.model.documents import Context, Documents, Microbatch, Span, whole_sequences
-from hocket.program.documents import FULL, Attending
+from hocket.program.documents import FULL, AttentionWork
 from hocket.runtime.segment import rebuild_in_backward
 
 # -- chunks ------------------------------------------------------------------------------------------------------------
-# Which tokens context-parallel ranks get: as many each, and as much attention.
+# Which tokens context-parallel ranks get: equally many each, with equal attention work.
 #
-# Zigzag chunks balance attention over whole sequences. Documents that share sequences break that: their first tokens
-# attend to little, and a long one may lie in the chunks of one rank. So such sequences are cut into equal chunks and
-# these are dealt out by what their attention costs all layers, those with windows too: the dearest first, always to the
-# rank with the least so far that still has room. Then ranks exchange pairs of chunks. There are as few chunks as the
-# tolerance needs, since each costs a call of attention. This is integer arithmetic on what every rank knows, so all
-# ranks find the same without a word.
+# Zigzag chunks balance attention over whole sequences. Packed documents break that balance: their first tokens attend
+# to few keys, and a long document may be in the chunks of one rank. So packed sequences are cut into equal chunks,
+# which are assigned by their attention work over all layers, including those with windows: the most expensive first,
+# always to the rank with the least work that still has room. Then ranks swap pairs of chunks. There are as few chunks
+# as the tolerance allows, since each costs a call of attention. This is integer arithmetic on what every rank knows, so
+# all ranks agree without communication.
 
 MOST_CHUNKS = 128
-"""Of one rank, before neighbours are joined."""
+"""Chunks of one rank, before neighbours are joined."""
 
 SMALLEST = 16
-"""Tokens of a chunk: smaller ones are less than a block of any attention kernel."""
+"""Tokens of a chunk: smaller chunks are less than a block of any attention kernel."""
 
 TOLERANCE = 0.05
-"""How much more than the mean the busiest rank may have."""
+"""Accepted excess work of the busiest rank over the mean."""
 
 
 Chunks = tuple[range, ...]
-"""Tokens that a rank has, in the order in which it has them; each chunk lies within a sequence."""
+"""A rank's tokens, in its order; each chunk is within a sequence."""
 
 
 def zigzag(batch: int, length: int, ranks: int) -> tuple[Chunks, ...]:
-    """Chunks of every rank: of 2 * ranks chunks of a sequence rank r has r and 2 * ranks - 1 - r.
+    """Chunks of every rank: each sequence has 2 * ranks chunks, and rank r has chunks r and 2 * ranks - 1 - r.
 
-    An early chunk, which attends to little, stands beside a late one, so causal attention takes all ranks as long.
+    An early chunk, with few keys, is paired with a late one, so causal attention takes all ranks equally long.
     """
     size, rest = divmod(length, 2 * ranks)
     if rest:
@@ -68,28 +67,27 @@ def zigzag(batch: int, length: int, ranks: int) -> tuple[Chunks, ...]:
 
 @dataclass(frozen=True)
 class Shares:
-    """Which tokens ranks have, and how even their attention is."""
+    """Tokens of every rank, and their attention work."""
 
     chunks: tuple[Chunks, ...]
-    """Of every rank, in the order of sequences; none crosses the end of a sequence."""
+    """Per rank, in the order of sequences; no chunk crosses the end of a sequence."""
     work: tuple[int, ...]
-    """What attention costs each rank, in units of an `Attending`."""
+    """Attention work of each rank, in units of an `AttentionWork`."""
 
     @property
     def imbalance(self) -> float:
-        """How much more than the mean the busiest rank has: 0.05 is 5 %."""
+        """Excess work of the busiest rank over the mean: 0.05 is 5 %."""
         return imbalance_of([self.work])
 
 
-def shares(bounds: Sequence[int], length: int, ranks: int, attending: Attending = FULL) -> Shares:
-    """Tokens of every rank, as many each, with the fewest chunks whose attention is within the tolerance.
+def shares(bounds: Sequence[int], length: int, ranks: int, attending: AttentionWork = FULL) -> Shares:
+    """Equally many tokens for every rank, with the fewest chunks whose attention is within the tolerance.
 
-    Without such chunks, those with the least imbalance. `bounds` are where documents of all sequences begin and end,
-    one after the other, from 0; sequences have `length` tokens each, so the ends of sequences are among the bounds.
-    `attending` is what layers do.
+    If there are none, the chunks with the least imbalance. `bounds` are the starts and ends of documents in the
+    concatenated sequences, from 0; sequences have `length` tokens each, and their ends are bounds too. `attending` is
+    the layers' work.
 
-    Raises: ValueError if ranks cannot have as many tokens each.
-
+    Raises ValueError if ranks cannot have equally many tokens.
     """
     if length < 1 or length % (2 * ranks):
         raise ValueError(
@@ -108,7 +106,7 @@ def shares(bounds: Sequence[int], length: int, ranks: int, attending: Attending 
 
 
 def imbalance_of(batches: Sequence[Sequence[int]]) -> float:
-    """How much longer than with even work ranks need that wait for each other after every batch; 0.05 is 5 %.
+    """Extra time, relative to even work, of ranks that wait for each other after every batch; 0.05 is 5 %.
 
     `batches` has the work of every rank in each batch.
     """
@@ -116,28 +114,30 @@ def imbalance_of(batches: Sequence[Sequence[int]]) -> float:
     return sum(max(work) * len(work) for work in batches) / total - 1 if total else 0.0
 
 
-def work_of(bounds: Sequence[int], chunks: Sequence[Sequence[range]], attending: Attending = FULL) -> tuple[int, ...]:
-    """What causal attention inside documents costs each rank with these chunks."""
-    until = _Until(bounds, attending)
+def work_of(
+    bounds: Sequence[int], chunks: Sequence[Sequence[range]], attending: AttentionWork = FULL
+) -> tuple[int, ...]:
+    """Work of causal attention inside documents for each rank with these chunks."""
+    until = _WorkBefore(bounds, attending)
     return tuple(sum(until(c.stop) - until(c.start) for c in mine) for mine in chunks)
 
 
-class _Until:
-    """The cost of all queries before a token."""
+class _WorkBefore:
+    """The work of all queries before a token."""
 
-    def __init__(self, bounds: Sequence[int], attending: Attending) -> None:
+    def __init__(self, bounds: Sequence[int], attending: AttentionWork) -> None:
         self._bounds, self._attending = bounds, attending
         self._before = [0, *accumulate(attending.until(b - a) for a, b in pairwise(bounds))]
-        """Of all documents before each."""
+        """The work of all documents before each."""
 
     def __call__(self, token: int) -> int:
         document = bisect_right(self._bounds, token) - 1
         return self._before[document] + self._attending.until(token - self._bounds[document])
 
 
-def _dealt(bounds: Sequence[int], length: int, size: int, ranks: int, attending: Attending) -> Shares:
-    """Chunks of one size, as many for every rank."""
-    costs = [b - a for a, b in pairwise(map(_Until(bounds, attending), range(0, bounds[-1] + 1, size)))]
+def _dealt(bounds: Sequence[int], length: int, size: int, ranks: int, attending: AttentionWork) -> Shares:
+    """Assigns chunks of one size, equally many to every rank."""
+    costs = [b - a for a, b in pairwise(map(_WorkBefore(bounds, attending), range(0, bounds[-1] + 1, size)))]
     room = len(costs) // ranks
     held: list[list[int]] = [[] for _ in range(ranks)]
     work = [0] * ranks
@@ -151,7 +151,7 @@ def _dealt(bounds: Sequence[int], length: int, size: int, ranks: int, attending:
 
 
 def _exchange(held: list[list[int]], work: list[int], costs: list[int]) -> None:
-    """Swap chunks of the busiest rank and the idlest one while that brings the two nearer to each other."""
+    """Swap chunks of the busiest and the idlest rank while that reduces their difference."""
     for _ in range(4 * len(work)):
         busy, idle = work.index(max(work)), work.index(min(work))
         gap = work[busy] - work[idle]
@@ -173,7 +173,7 @@ def _exchange(held: list[list[int]], work: list[int], costs: list[int]) -> None:
 
 
 def _joined(chunks: Sequence[int], size: int, length: int) -> list[range]:
-    """Ranges of tokens; neighbours within one sequence are one."""
+    """Ranges of tokens; neighbours within one sequence are joined."""
     found: list[range] = []
     for chunk in chunks:
         start = chunk * size
@@ -188,7 +188,7 @@ def _joined(chunks: Sequence[int], size: int, length: int) -> list[range]:
 
 
 def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Context:
-    """What one rank is told of a microbatch with these documents, whose tokens ranks have in `chunks`."""
+    """The `Context` of one rank for a microbatch with these documents; `chunks` has the tokens of every rank."""
     device = documents.position_T.device
     order = torch.tensor([token for of_rank in chunks for chunk in of_rank for token in chunk])
     places = torch.empty_like(order)
@@ -205,7 +205,7 @@ def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Con
 
 
 def _span(bounds: Sequence[int], chunk: range, first: int) -> Span:
-    """The documents that a chunk has tokens of. `bounds` are where documents of all sequences begin and end."""
+    """A chunk's queries and keys, by document. `bounds` are the starts and ends of documents of all sequences."""
     met = [(lo, hi) for lo, hi in pairwise(bounds) if lo < chunk.stop and hi > chunk.start]
     begin, ends, key_ends = met[0][0], [0], [0]
     for _, hi in met:
@@ -222,23 +222,23 @@ def _tokens(chunks: Chunks, device: torch.device) -> Tensor:
     return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
 
-class Shared:
+class ContextRank:
     """One context-parallel rank's part of microbatches of `batch` sequences.
 
-    Whole sequences are cut in zigzag. Chunks of documents are chosen so that all ranks have as much attention, which
-    costs `even`; without it, where ranks have all tokens of some heads, they are cut in zigzag too.
+    Whole sequences are cut in zigzag. Packed sequences are cut so that ranks have equal work, measured by `even`;
+    without `even`, as ranks that exchange heads have all tokens in attention, they are cut in zigzag too.
     """
 
     imbalance: float | None = None
-    """How much longer than on average the busiest rank attends in the last microbatches; None of whole sequences."""
+    """Excess attention work of the busiest rank in the last microbatches; None for whole sequences."""
 
     def __init__(
-        self, batch: int, length: int, ranks: int, rank: int, device: torch.device, even: Attending | None = FULL
+        self, batch: int, length: int, ranks: int, rank: int, device: torch.device, even: AttentionWork | None = FULL
     ) -> None:
         self._zigzag, self._ranks, self._rank, self.even = zigzag(batch, length, ranks), ranks, rank, even
         self._mine = _tokens(self._zigzag[rank], device)
         self.whole = replace(context_of(whole_sequences(batch, length, device), self._zigzag, rank), documents=None)
-        """What layers are told of sequences that are one document each."""
+        """The `Context` of sequences of one document each."""
 
     def parts(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """The rank's tokens and targets, [B, S / ranks], of whole microbatches."""
@@ -250,15 +250,15 @@ class Shared:
     def _part(self, microbatch: Microbatch, work: list[tuple[int, ...]]) -> Microbatch:
         documents = microbatch.documents
         assert isinstance(documents, Documents | None), "a microbatch has its sequences whole"
-        chunks, mine, told = self._zigzag, self._mine, self.whole
+        chunks, mine, context = self._zigzag, self._mine, self.whole
         if documents is not None and self.even is not None:
             chosen = shares(documents.bounds, self.whole.length, self._ranks, self.even)
             chunks, mine = chosen.chunks, _tokens(chosen.chunks[self._rank], self._mine.device)
             work.append(chosen.work)
         if documents is not None:
-            told = context_of(documents, chunks, self._rank)
+            context = context_of(documents, chunks, self._rank)
         of_rank = [x.flatten()[mine].view(x.shape[0], -1) for x in (microbatch.ids, microbatch.targets)]
-        return Microbatch(*of_rank, documents=told)
+        return Microbatch(*of_rank, documents=context)
 
 
 class _Rows(torch.autograd.Function):
@@ -275,21 +275,21 @@ class _Rows(torch.autograd.Function):
 
 
 def in_order(rows_UD: Tensor, context: Context) -> Tensor:
-    """What was gathered, rank after rank, in the order of sequences. Shares no memory with it."""
+    """Gathered rows, sorted by rank, in the order of sequences. A copy."""
     found_UD = _Rows.apply(rows_UD, context.order_U, context.place_U)
     rebuild_in_backward(found_UD, lambda rows_UD: rows_UD.index_select(0, context.order_U))
     return found_UD
 
 
 def in_ranks(rows_UD: Tensor, context: Context) -> Tensor:
-    """Rows in the order of sequences, rank after rank: the other way round than `in_order`."""
+    """Rows in the order of sequences, sorted by rank: the inverse of `in_order`."""
     return _Rows.apply(rows_UD, context.place_U, context.order_U)
 
 
 def by_heads(x_THN: Tensor, ranks: int) -> Tensor:
-    """What all heads have of a rank's tokens, as rows for each rank's heads, one rank after the other: [ranks * T, -1].
+    """All heads of a rank's tokens as rows for each rank's heads, sorted by rank: [ranks * T, -1].
 
-    Heads that are fewer than ranks go to several, so that each has one.
+    With fewer heads than ranks, each head goes to several ranks.
     """
     tokens, heads = x_THN.shape[:2]
     x_THN = x_THN.repeat_interleave(ranks // heads, 1) if heads < ranks else x_THN
@@ -297,10 +297,10 @@ def by_heads(x_THN: Tensor, ranks: int) -> Tensor:
 
 
 def of_heads(rows_UX: Tensor, ranks: int) -> Tensor:
-    """Rows of each rank's heads, one rank after the other, as those of the rank's own tokens: [T, ranks * X]."""
+    """Rows of each rank's heads, sorted by rank, as rows of the rank's own tokens: [T, ranks * X]."""
     return rows_UX.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1)
 
 
-def among(x_THN: Tensor, tokens: range) -> Tensor:
-    """Of something that all tokens have, that of some neighbours."""
+def token_range(x_THN: Tensor, tokens: range) -> Tensor:
+    """A range of tokens out of all."""
     return x_THN[tokens.start : tokens.stop]

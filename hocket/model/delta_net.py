@@ -4,21 +4,21 @@ Every value head has a memory M, of width of a key x width of a value. At each t
 
     M = exp(g) M,  then  M = M + k (b (v - k M))  and the head's output is  q M / sqrt(width of a key)
 
-with b the sigmoid of a product of the token, and g = -exp(a_log) softplus(product + dt). Queries, keys and values are
-products of the token, convolved over the last few tokens and through SiLU; queries and keys then have length 1. A key
-head serves as many neighbouring value heads as there are of these. Outputs are normed over each head and multiplied by
-SiLU of another product, then projected.
+with b the sigmoid of a projection of the token, and g = -exp(a_log) softplus(projection + dt). Queries, keys and values
+are projections of the token, convolved over the last few tokens, then SiLU; queries and keys are then normalized to
+length 1. Each key head serves a group of neighbouring value heads. Outputs are normed per head, multiplied by SiLU of
+another projection, and projected.
 
-Rows of `w_qkvz` and `w_ba`, and channels of `conv`, are those of one key head after the other, and of each: queries,
-keys, values, gates z; then products for b, and for g. So tensor-parallel ranks have key heads, and their value heads.
+Rows of `w_qkvz` and `w_ba`, and channels of `conv`, are grouped by key head; within a head come queries, keys, values,
+gates z, or projections for b, then for g. So each tensor-parallel rank has some key heads and their value heads.
 
-A document begins with an empty memory, and no token is convolved with those of another.
+Every document begins with an empty memory, and the convolution does not cross documents.
 
 Note: [Chunks of a delta rule]
-Token by token is slow, so `chunked_rule` goes from chunk to chunk of the tokens (section 3.3 there). With G the sums of
-g from the chunk's beginning, what token i adds to the memory is b_i times value i, less what memory says of key i by
-then. That is a triangular system of equations for all tokens of a chunk, whose solution is linear in the memory that
-the chunk finds. Documents that begin inside of a chunk only set factors between tokens of two documents to 0.
+A loop over tokens is slow, so `chunked_rule` loops over chunks of tokens (section 3.3 there). With G the cumulative
+sums of g within the chunk, token i adds to the memory b_i times (value i minus the memory's current value for key i).
+That is a triangular system of equations for all tokens of a chunk. Its solution is linear in the memory at the chunk's
+start. Documents that begin inside a chunk only zero the factors between tokens of different documents.
 
 Shapes: B sequences, S sequence length, D hidden, C tokens of a chunk, G key heads, H value heads, K width of a key, V
 width of a value, N chunks.
@@ -54,7 +54,7 @@ class DeltaNet(nn.Module):
         self.key_heads, self.heads = c.delta_key_heads // linears.size, c.delta_heads // linears.size
         each = self.heads // self.key_heads
         self.widths = [c.delta_key_dim, c.delta_key_dim, each * c.delta_value_dim]
-        """Of one key head: queries, keys, values."""
+        """Per key head: queries, keys, values."""
         values = self.heads * c.delta_value_dim
         self.w_qkvz = new_weight(self.key_heads * sum(self.widths) + values, c.hidden)
         self.w_ba = new_weight(2 * self.heads, c.hidden)
@@ -65,7 +65,7 @@ class DeltaNet(nn.Module):
         self.w_out = new_weight(c.hidden, values)
 
     def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
-        """What the memory of the tokens before, of the same sequence and document, says: in the shape of `h`."""
+        """The memory's output for each token, from earlier tokens of its sequence and document: in the shape of `h`."""
         c, each = self.config, self.heads // self.key_heads
         made, ba = self.linears.columns("qkv", h_BSD, (self.w_qkvz, self.w_ba))
         batch, seq, _ = made.shape
@@ -87,7 +87,7 @@ class DeltaNet(nn.Module):
     def _remembered(
         self, q_BSGK: Tensor, k_BSGK: Tensor, v_BSHV: Tensor, g_BSH: Tensor, b_BSH: Tensor, documents: Documents | None
     ) -> Tensor:
-        """The rule over all tokens, by whichever code there is: [B, S, H, V]."""
+        """The rule over all tokens, by kernels if available: [B, S, H, V]."""
         if has_flash(q_BSGK) and has_kernels():
             return _by_kernels(q_BSGK, k_BSGK, v_BSHV, g_BSH, b_BSH, documents)
         starts_BS = None if documents is None else documents.position_T.view(g_BSH.shape[:2]) == 0
@@ -96,14 +96,14 @@ class DeltaNet(nn.Module):
 
 @cache
 def has_kernels() -> bool:
-    """Whether flash-linear-attention's kernels serve this GPU, in bf16."""
+    """Whether flash-linear-attention's kernels support this GPU, in bf16."""
     return not why_no_delta_kernels(torch.cuda.get_device_capability())
 
 
 def _by_kernels(
     q_BSGK: Tensor, k_BSGK: Tensor, v_BSHV: Tensor, g_BSH: Tensor, b_BSH: Tensor, documents: Documents | None
 ) -> Tensor:
-    """The rule by flash-linear-attention's kernels. With documents, of one sequence of all tokens."""
+    """The rule by flash-linear-attention's kernels. With documents, on one sequence of all tokens."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyrefly: ignore[missing-import]
 
     given, ends = tuple(x.contiguous() for x in (q_BSGK, k_BSGK, v_BSHV, g_BSH, b_BSH)), None
@@ -121,10 +121,10 @@ def chunked_rule(
     b_BSH: Tensor,
     starts_BS: Tensor | None = None,
 ) -> Tensor:
-    """What the memory says at every token, [B, S, H, V]: see the note above.
+    """The memory's output at every token, [B, S, H, V]: see the note above.
 
-    Lengths of queries and keys are made 1 here. `starts` says which tokens begin a document; the first of a sequence
-    begins with an empty memory. All sums are fp32.
+    Normalizes queries and keys to length 1. `starts` marks the first tokens of documents; every sequence begins with an
+    empty memory. All sums are fp32.
     """
     seq, dtype, each = q_BSGK.shape[1], q_BSGK.dtype, v_BSHV.shape[2] // q_BSGK.shape[2]
     q, k = (_unit(x).repeat_interleave(each, 2) for x in (q_BSGK, k_BSGK))
@@ -160,12 +160,12 @@ def chunked_rule(
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Vectors of length 1, fp32."""
+    """Vectors normalized to length 1, fp32."""
     x = x.float()
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
 
 
 def _in_chunks(x_BSHX: Tensor, chunk: int) -> Tensor:
-    """[B, H, N, C, X], fp32, with zeros after the last token."""
+    """[B, H, N, C, X], fp32, padded with zeros."""
     missing = -x_BSHX.shape[1] % chunk
     return F.pad(x_BSHX.float(), (0, 0, 0, 0, 0, missing)).transpose(1, 2).unflatten(2, (-1, chunk))

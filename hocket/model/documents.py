@@ -1,18 +1,18 @@
-"""Documents that share a sequence: which token belongs to which, and attention that stays inside of each.
+"""Packed documents: which token belongs to which document, and attention that stays inside each document.
 
-Note: [What is masked, and what padding is]
-Two masks are often one, and are two here. *A target* of `IGNORED` counts for nothing in the loss; its token is a token
-like others, which those after it attend to, so it goes through all layers. *Padding* has no document (`PADDING`): no
-other token attends to it, and its targets have to be ignored, so nothing that is learnt depends on it. Padding is
-routed to experts like any token, because the number of rows of a microbatch is what buffers are made for, but it is not
-counted: neither in the load-balancing loss nor in the loads that move the balance biases. Packed text has none.
+Note: [Masked targets and padding]
+Many trainers use one mask for targets and padding; here there are two. *A target* of `IGNORED` does not count in the
+loss; its token is an ordinary token, to which later ones attend, so it goes through all layers. *Padding* has no
+document (`PADDING`): no other token attends to it, and its targets must be ignored, so training does not depend on it.
+Padding is routed to experts like any token, because buffers are sized for all rows of a microbatch. But it is not
+counted, neither in the load-balancing loss nor in the loads that move the balance biases. Packed text has no padding.
 
 Note: [The mean over the tokens of a step]
 The loss of a step is the sum over its targets that count, of all microbatches and data-parallel ranks, divided by their
-number. So a token weighs the same wherever it stands, whatever is masked around it. A microbatch's loss is the mean
-over its own n targets; its weight is n * dp / N with N those of the step, since gradients are averaged over dp ranks,
-to which those that share sequences are added. The same holds for a router's losses that are means over tokens or over
-sequences: they are sums over a microbatch's, of which each weighs dp / N (`weighs_2`). Padding counts for neither.
+number. So a token's weight depends neither on its place nor on masks around it. A microbatch's loss is the mean over
+its own n targets. Its weight is n * dp / N with N those of the step, since gradients are averaged over dp ranks, which
+here include context-parallel ranks. The same holds for a router's losses that are means over tokens or over sequences:
+they are sums over a microbatch, in which a token or sequence weighs dp / N (`weights_2`). Padding counts for neither.
 
 Shapes: B sequences, S sequence length, T tokens (B * S), H query heads, K key and value heads, N width of a head.
 """
@@ -30,15 +30,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PADDING = -1
-"""The document of a token that belongs to none."""
+"""The document of tokens that belong to none."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device. The host does not wait: memory that is not pinned would make it wait for all
-    that the GPU was given before.
+    """Copies a host tensor to a device without a host wait. A copy from memory that is not pinned would wait for all
+    earlier GPU work.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.contiguous().pin_memory().to(device, non_blocking=True)  # expanded ones cannot be pinned
+        return tensor.contiguous().pin_memory().to(device, non_blocking=True)  # expanded tensors cannot be pinned
     return tensor.to(device)
 
 
@@ -47,30 +47,30 @@ class Documents:
     """The documents of one microbatch. Made by `documents_of`."""
 
     ids_BS: Tensor
-    """Number of every token's document; neighbours of one sequence with the same number are in one document."""
+    """Number of every token's document; adjacent tokens of a sequence with the same number share a document."""
     position_T: Tensor
     """Position of every token in its document, int64."""
     ends: Tensor
-    """Where the documents of all sequences, one after the other, begin and end: int32, from 0 to T."""
+    """Starts and ends of all documents in the concatenated sequences: int32, from 0 to T."""
     longest: int
-    """Tokens of the longest one."""
+    """Tokens of the longest document."""
     bounds: tuple[int, ...]
-    """What `ends` are, known to the host."""
+    """The values of `ends`, on the host."""
     real_T: Tensor | None = None
-    """Which tokens are no padding; None if all."""
-    weighs_2: Tensor | None = None
-    """What a token, and a sequence, weigh in means over a step: see Note: [The mean over the tokens of a step]. fp32.
-    None before an engine has counted the step's; if there is no padding, all weigh the same."""
+    """Mask of tokens that are not padding; None if all are."""
+    weights_2: Tensor | None = None
+    """Weights of a token and of a sequence in means over a step: see Note: [The mean over the tokens of a step]. fp32.
+    None before an engine has counted the step's; without padding all are equal."""
 
     def to(self, device: torch.device) -> Documents:
-        """The same on a device."""
+        """A copy on a device."""
         real_T = None if self.real_T is None else to_device(self.real_T, device)
         moved = {name: to_device(getattr(self, name), device) for name in ("ids_BS", "position_T", "ends")}
         return replace(self, **moved, real_T=real_T)
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of documents."""
         return len(self.ends) - 1
 
     @property
@@ -85,78 +85,78 @@ class Documents:
 
     @property
     def key_ends(self) -> Tensor:
-        """Keys are those of the same tokens; `Span` has more of them."""
+        """The same as `ends`: keys are those of the query tokens, unlike in `Span`."""
         return self.ends
 
     @property
     def key_longest(self) -> int:
-        """Keys of the longest one."""
+        """Keys of the longest document."""
         return self.longest
 
-    def roomy(self, count: int, padded: bool) -> Documents:
-        """A copy of the shapes that all have: so many documents, the last ones empty, none known to be shorter than a
-        sequence; with `padded`, padding, or room for it.
+    def with_capacity(self, count: int, padded: bool) -> Documents:
+        """A copy with fixed shapes: `count` documents, of which the last are empty and any may be as long as a
+        sequence. With `padded` it has a padding mask.
         """
         ends = F.pad(self.ends, (0, count - self.count), value=self.ids_BS.numel())
         real_T = torch.ones_like(self.position_T, dtype=torch.bool) if self.real_T is None else self.real_T.clone()
         longest = self.ids_BS.shape[1]
         kept = replace(self, ids_BS=self.ids_BS.clone(), position_T=self.position_T.clone(), ends=ends, longest=longest)
-        weighs_2 = None if self.weighs_2 is None else self.weighs_2.clone()
-        return replace(kept, real_T=real_T if padded else None, weighs_2=weighs_2)
+        weights_2 = None if self.weights_2 is None else self.weights_2.clone()
+        return replace(kept, real_T=real_T if padded else None, weights_2=weights_2)
 
-    def become(self, other: Documents) -> None:
-        """Have the values of another microbatch's, on a device and after `roomy`."""
-        given = other.roomy(self.count, self.real_T is not None)
-        for name in ("ids_BS", "position_T", "ends", "real_T", "weighs_2"):
+    def copy_from(self, other: Documents) -> None:
+        """Copy the values of another microbatch into these tensors, which `with_capacity` has made on a device."""
+        given = other.with_capacity(self.count, self.real_T is not None)
+        for name in ("ids_BS", "position_T", "ends", "real_T", "weights_2"):
             mine, theirs = getattr(self, name), getattr(given, name)
             if mine is not None:
                 mine.copy_(theirs)
 
     @cached_property
     def mask_B1SS(self) -> Tensor:
-        """Who attends to whom: those before in the same document, and itself."""
+        """Which tokens attend to which: to earlier ones of the same document, and to themselves."""
         batch, seq = self.ids_BS.shape
         index = torch.arange(len(self.ends) - 1, device=self.ends.device)
         document_BS = index.repeat_interleave(self.ends.diff(), output_size=batch * seq).view(batch, seq)
         return (document_BS.unsqueeze(1) == document_BS.unsqueeze(2)).tril().unsqueeze(1)
 
     def within(self, window: int) -> Tensor:
-        """`mask_B1SS`, of a query's last `window` tokens alone, itself included; with 0 of all."""
+        """`mask_B1SS`, limited to a query's last `window` tokens, itself included; 0: no limit."""
         return self.mask_B1SS.triu(1 - window) if window else self.mask_B1SS
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """A chunk of a rank's tokens, and the stretch of keys that they attend to; in both, the documents that they are of.
+    """A chunk of a rank's tokens as queries, and the stretch of keys that they attend to, both by document.
 
-    It is to attention what `Documents` are where queries and keys are of the same tokens.
+    Attention uses it like `Documents`, where queries and keys are of the same tokens.
     """
 
     queries: range
-    """Among the tokens of the rank."""
+    """Indices among the rank's tokens."""
     keys: range
-    """Among the tokens of all ranks, in the order of sequences. The last one is that of the last query."""
+    """Indices among the tokens of all ranks, in the order of sequences. The last key is that of the last query."""
     ends: Tensor
-    """Where documents begin and end among the queries: int32, from 0."""
+    """Starts and ends of documents among the queries: int32, from 0."""
     key_ends: Tensor
     """The same among the keys."""
     longest: int
-    """Queries of the longest one."""
+    """Queries of the longest document."""
     key_longest: int
-    """Keys of the longest one."""
+    """Keys of the longest document."""
 
     batch = 1
 
     @cached_property
     def _documents(self) -> tuple[Tensor, Tensor]:
-        """The number of every query's document, and of every key's."""
+        """The document of every query, and of every key."""
         number = torch.arange(len(self.ends) - 1, device=self.ends.device)
         both = (self.ends, self.queries), (self.key_ends, self.keys)
         of_queries, of_keys = (number.repeat_interleave(e.diff(), output_size=len(r)) for e, r in both)
         return of_queries, of_keys
 
     def within(self, window: int) -> Tensor:
-        """Who attends to whom, [1, 1, queries, keys]: as `Documents.within`."""
+        """Which queries attend to which keys, [1, 1, queries, keys]: as `Documents.within`."""
         of_queries, of_keys = self._documents
         ahead = len(self.keys) - len(self.queries)
         mask = (of_queries.unsqueeze(1) == of_keys).tril(ahead)
@@ -168,26 +168,26 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """One rank's tokens of a microbatch: what its layers are told in place of `Documents`."""
+    """One context-parallel rank's tokens of a microbatch; its layers get this in place of `Documents`."""
 
     length: int
     """S."""
     position_T: Tensor
     """Position of every token in its document, int64."""
     order_U: Tensor
-    """In the order of sequences, where a token's row is among those gathered: rank after rank."""
+    """For tokens in the order of sequences: the index of each one's gathered row; gathered rows are sorted by rank."""
     place_U: Tensor
-    """Of every row gathered, the place of its token in the order of sequences."""
+    """For every gathered row, the index of its token in the order of sequences."""
     spans: tuple[Span, ...]
     """One for every chunk, in the order of the rank's tokens."""
     real_T: Tensor | None = None
-    """Which tokens are no padding; None if all."""
-    weighs_2: Tensor | None = None
-    """As of `Documents`."""
+    """Mask of tokens that are not padding; None if all are."""
+    weights_2: Tensor | None = None
+    """As in `Documents`."""
     documents: Documents | None = None
-    """Those of all ranks' tokens, in the order of sequences; None if each sequence is one."""
+    """Documents of all ranks' tokens, in the order of sequences; None if each sequence is one document."""
     bounds: tuple[int, ...] = ()
-    """Where documents of all sequences begin and end, sequences of one document too."""
+    """Starts and ends of documents of all sequences, also if each sequence is one document."""
 
     @cached_property
     def of_sequences(self) -> bool:
@@ -196,13 +196,13 @@ class Context:
 
 
 Seen = Documents | Span
-"""Which keys queries attend to. Those of a `Span` are the last of its keys."""
-Told = Documents | Context
-"""What layers are told of a microbatch's tokens."""
+"""Which keys queries attend to. The queries of a `Span` are its last keys."""
+Packing = Documents | Context
+"""A microbatch's documents, as layers get them."""
 
 
 def documents_of(ids_BS: Tensor) -> Documents:
-    """The documents that numbers of tokens' documents on a CPU mean. `PADDING` marks tokens that belong to none."""
+    """Makes `Documents` from each token's document number, on a CPU. `PADDING` marks tokens that belong to none."""
     assert ids_BS.device.type == "cpu", "documents are found on the host, which must know the longest"
     first_BS = torch.ones_like(ids_BS, dtype=torch.bool)
     first_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
@@ -219,8 +219,8 @@ def documents_of(ids_BS: Tensor) -> Documents:
 
 @lru_cache(maxsize=16)
 def whole_sequences(batch: int, seq: int, device: torch.device) -> Documents:
-    """Sequences that are one document each."""
-    # They outlive the call, so their tensors must not become inference tensors, which autograd cannot save.
+    """Sequences of one document each."""
+    # Cached, so the tensors must not become inference tensors, which autograd cannot save.
     with torch.inference_mode(False):
         return documents_of(torch.arange(batch).unsqueeze(1).expand(batch, seq)).to(device)
 
@@ -228,10 +228,10 @@ def whole_sequences(batch: int, seq: int, device: torch.device) -> Documents:
 def attend(
     q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Seen, window: int = 0, scale: float | None = None
 ) -> Tensor:
-    """Causal attention inside of each document, to the last `window` tokens or with 0 to all before: [T, H, N].
+    """Causal attention inside each document, limited to the last `window` tokens; 0: no limit. [T, H, N].
 
-    `scale` is 1 / sqrt(N) if it is not given. On a CPU values may be of another width than keys. Of a `Span`, T is the
-    number of its queries in `q`, and of its keys in `k` and `v`.
+    `scale` defaults to 1 / sqrt(N). On a CPU values may have another width than keys. For a `Span`, T is the number of
+    its queries in `q`, and of its keys in `k` and `v`.
     """
     if has_flash(q_THN):
         return _flash(q_THN, k_TKN, v_TKN, documents, window, scale)
@@ -242,18 +242,18 @@ def attend(
 
 
 def has_flash(q_THN: Tensor) -> bool:
-    """Whether flash attention takes such queries."""
+    """Whether flash attention supports such queries."""
     return q_THN.is_cuda and q_THN.dtype in (torch.bfloat16, torch.float16)
 
 
 def _flash(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Seen, window: int, scale: float | None) -> Tensor:
-    """Flash attention over documents one after the other: never computes blocks that the mask would throw away."""
+    """Flash attention over concatenated documents; it skips blocks that the mask would exclude."""
     from torch.nn.attention.varlen import varlen_attn
 
     options, repeats = _options(window, scale), q_THN.shape[1] // k_TKN.shape[1]
     if repeats > 1 and "enable_gqa" not in options:
         k_TKN, v_TKN = (x.repeat_interleave(repeats, 1) for x in (k_TKN, v_TKN))
-    if scale is not None and "scale" not in options:  # 1 / sqrt(N) alone
+    if scale is not None and "scale" not in options:  # only 1 / sqrt(N) is supported
         q_THN = q_THN * (scale * q_THN.shape[-1] ** 0.5)
     ends, longest = (documents.ends, documents.key_ends), (documents.longest, documents.key_longest)
     return varlen_attn(q_THN, k_TKN, v_TKN, *ends, *longest, **options)  # pyrefly: ignore[bad-return]
@@ -261,7 +261,7 @@ def _flash(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Seen, window:
 
 @cache
 def _options(window: int, scale: float | None) -> dict[str, Any]:
-    """How this torch's `varlen_attn` is asked for causal attention of grouped queries, scaled if it can be."""
+    """The arguments of this torch's `varlen_attn` for causal attention of grouped queries, with a scale if possible."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
@@ -271,17 +271,17 @@ def _options(window: int, scale: float | None) -> dict[str, Any]:
     return causal | scaled | ({"enable_gqa": True} if "enable_gqa" in known else {})
 
 
-# -- What a forward and a backward of the model are of -----------------------------------------------------------------
+# -- Inputs of the model -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Microbatch:
     """Token ids and the tokens to predict, both of shape [B, S].
 
-    Targets that are `IGNORED` count for nothing, and attention stays inside of `documents`, where they are given. Where
-    ranks share sequences, an engine makes a rank's part of each, with a `Context` in place of documents.
+    Targets that are `IGNORED` do not count. With `documents`, attention stays inside each document. With context
+    parallelism the engine makes a rank's part, which has a `Context` in place of documents.
     """
 
     ids: Tensor
     targets: Tensor
-    documents: Told | None = field(default=None, kw_only=True)
+    documents: Packing | None = field(default=None, kw_only=True)

@@ -1,15 +1,15 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1): keys and values made of a narrow latent.
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1): keys and values from a narrow latent.
 
-    queries    wq_b(norm(wq_a(h))), or wq(h) where they have no latent
-    latent     wkv_a(h) = [rotating key R, latent C]: the rotating part of a key is one for all heads
+    queries    wq_b(norm(wq_a(h))), or wq(h) without a latent
+    latent     wkv_a(h) = [rotating key R, latent C]: the rotating part of a key is shared by all heads
     keys       [rotating key R, N], with [N, V] of every head = wkv_b(norm(latent))
     output     wo(softmax(q . k * scale) v)
 
-Rotating elements stand first, and a pair is (i, i + R / 2). In files of Hugging Face they stand last, and a pair is
-(2i, 2i + 1): `pretrained/weights.py` permutes rows.
+Rotating elements come first, and a pair is (i, i + R / 2). In files of Hugging Face they come last, and a pair is (2i,
+2i + 1): `pretrained/weights.py` permutes rows.
 
-Under tensor parallelism heads are spread: `wq`, `wq_b` and `wkv_b` by columns, `wo` by rows. What makes latents is
-whole on every rank, and works on the rank's own tokens; tokens are gathered after the norms, where they are narrow.
+Tensor parallelism splits heads: `wq`, `wq_b` and `wkv_b` by columns, `wo` by rows. The weights that make latents are
+whole on every rank, and process the rank's own tokens; tokens are gathered after the norms, where they are narrow.
 
 Shapes: B sequences, S sequence length, D hidden, H query heads of a rank, C width of the latent, R rotating elements of
 a head, N the other ones of a key, V width of a value.
@@ -25,19 +25,19 @@ from hocket.config import ModelConfig
 from hocket.layers.functional import linear, linears
 from hocket.layers.linears import WHOLE, Linears, new_weight
 from hocket.layers.norms import rms_norm, rotate
-from hocket.model.context import among, in_order
-from hocket.model.documents import Context, Documents, Seen, Told, attend, has_flash
+from hocket.model.context import in_order, token_range
+from hocket.model.documents import Context, Documents, Packing, Seen, attend, has_flash
 from hocket.model.rotary import mscale, rope_of, table_of
 
 EPS = 1e-6
-"""Epsilon of the norms of latents, whatever that of the others is."""
+"""Epsilon of the norms of latents, independent of the other norms'."""
 
 
 class LatentAttention(nn.Module):
     """Causal multi-head latent attention, without norm and residual."""
 
     def __init__(self, config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> None:
-        """`number` is that of the layer."""
+        """`number` is the layer's."""
         super().__init__()
         c = self.config = config
         self.rope = rope_of(config, number)
@@ -55,9 +55,9 @@ class LatentAttention(nn.Module):
         self.wo = new_weight(c.hidden, self.heads * c.v_head_dim)
 
     def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
-        """Attention of every position to itself and those before it in its sequence, in the shape of `h`.
+        """Attention of every position to itself and earlier ones of its sequence, in the shape of `h`.
 
-        With `documents`, to those in its document; then the sequences are taken for one of B * S tokens up to there.
+        With `documents`, of its document; the sequences are then treated as one of B * S tokens.
         """
         c = self.config
         q, kv, turning = self._projected(h_BSD)
@@ -71,13 +71,13 @@ class LatentAttention(nn.Module):
         return self.linears.row("proj", o_BSHV.reshape(batch, seq, -1), self.wo)
 
     def keys(self, h_BSD: Tensor, context: Context) -> Tensor:
-        """What ranks that share sequences gather: rotated keys and normed latents of this one's tokens, [T, R + C]."""
+        """The tensor that context-parallel ranks gather: this rank's rotated keys and normed latents, [T, R + C]."""
         turning_BSR, latent_BSC = linear(h_BSD, self.wkv_a).split(self._made, -1)
         k_1T1R = self._turned(turning_BSR.reshape(1, -1, 1, turning_BSR.shape[-1]), 0, context)
         return torch.cat([k_1T1R[0, :, 0], rms_norm(latent_BSC, self.kv_a_norm, EPS).flatten(0, 1)], -1)
 
     def queries(self, h_BSD: Tensor, context: Context) -> tuple[Tensor, None]:
-        """Queries of a rank's tokens, [T, H, R + N]; they have no gates."""
+        """Queries of a rank's tokens, [T, H, R + N]; there are no gates."""
         if self.config.q_lora_rank:
             made = rms_norm(linear(h_BSD, self.wq_a), self.q_a_norm, EPS)
             (q,) = self.linears.columns("qkv", made, (self.wq_b,))
@@ -86,7 +86,7 @@ class LatentAttention(nn.Module):
         return self._turned(q.reshape(1, -1, self.heads, self.config.key_width), 0, context)[0], None
 
     def attended(self, kv_UX: Tensor, q_THX: Tensor, gate: None, context: Context, batch: int) -> Tensor:
-        """What attention adds to the residual stream of `batch` rows. Each rank makes keys of all latents."""
+        """Attention and output projection for `batch` rows. Each rank makes keys from all latents."""
         c = self.config
         turning_UR, latent_UC = in_order(kv_UX, context).split(self._made, -1)
         (kv,) = self.linears.columns("qkv", latent_UC.unsqueeze(0), (self.wkv_b,))
@@ -94,8 +94,8 @@ class LatentAttention(nn.Module):
         k_UHX = torch.cat([turning_UR.unsqueeze(1).expand(-1, self.heads, -1), k_UHN], -1)
         found: list[Tensor] = []
         for span in context.spans:
-            k, v = (among(x, span.keys).unsqueeze(0) for x in (k_UHX, v_UHV))
-            found.append(attention(among(q_THX, span.queries).unsqueeze(0), k, v, softmax_scale(c), span))
+            k, v = (token_range(x, span.keys).unsqueeze(0) for x in (k_UHX, v_UHV))
+            found.append(attention(token_range(q_THX, span.queries).unsqueeze(0), k, v, softmax_scale(c), span))
         return self.linears.row("proj", torch.cat(found, 1)[0].flatten(1).unflatten(0, (batch, -1)), self.wo)
 
     @property
@@ -103,9 +103,9 @@ class LatentAttention(nn.Module):
         """R and C."""
         return [self.config.qk_rope_head_dim, self.config.kv_lora_rank]
 
-    def _turned(self, x_BSHX: Tensor, seq: int, told: Told | None) -> Tensor:
-        """With positions."""
-        return x_BSHX if self.rope is None else rotate(x_BSHX, table_of(self.rope, seq, told, x_BSHX.device))
+    def _turned(self, x_BSHX: Tensor, seq: int, documents: Packing | None) -> Tensor:
+        """Applies rotary positions."""
+        return x_BSHX if self.rope is None else rotate(x_BSHX, table_of(self.rope, seq, documents, x_BSHX.device))
 
     def _projected(self, h_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, S, H * (R + N)], keys and values [B, S, H * (N + V)], rotating keys [B, S, R]: of all tokens."""
@@ -122,9 +122,9 @@ class LatentAttention(nn.Module):
 
 
 def softmax_scale(config: ModelConfig) -> float:
-    """What products of queries and keys are multiplied by: with yarn more, as `mscale_all_dim` says.
+    """The factor of scores; with yarn it includes that of `mscale_all_dim`.
 
-    The square of that factor is on queries and keys alike, as DeepSeek's models have it.
+    The latter is squared, since DeepSeek's models apply it to queries and keys alike.
     """
     rope = config.rope
     grown = mscale(rope.factor, rope.mscale_all_dim) if rope.kind == "yarn" else 1.0
@@ -132,9 +132,9 @@ def softmax_scale(config: ModelConfig) -> float:
 
 
 def attention(q_BSHX: Tensor, k_BSHX: Tensor, v_BSHV: Tensor, scale: float, documents: Seen | None = None) -> Tensor:
-    """Causal attention whose values may be of another width than its keys: [B, S, H, V].
+    """Causal attention whose values may have another width than its keys: [B, S, H, V].
 
-    Flash attention takes one width for all three: the narrower ones get zeros, which add nothing.
+    Flash attention takes one width for all three: narrower ones are padded with zeros, which add nothing.
     """
     width, values = q_BSHX.shape[-1], v_BSHV.shape[-1]
     if has_flash(q_BSHX):

@@ -19,7 +19,7 @@ from hocket.layers.linears import WHOLE, Linears, Role, new_weight
 from hocket.layers.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 from hocket.layers.routing import Routing
 from hocket.model.delta_net import DeltaNet
-from hocket.model.documents import Documents, Told
+from hocket.model.documents import Documents, Packing
 from hocket.model.heads import Heads
 from hocket.model.latent_attention import LatentAttention
 from hocket.model.parts import LayerParts
@@ -30,7 +30,7 @@ class Attention(Heads, nn.Module):
     """Causal grouped-query attention with rotary positions, without norm and residual."""
 
     def __init__(self, config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> None:
-        """`number` is that of the layer."""
+        """`number` is the layer's."""
         super().__init__()
         self.config, self.linears, self.rope = config, linears, rope_of(config, number)
         self.window = config.windows()[number]
@@ -39,7 +39,7 @@ class Attention(Heads, nn.Module):
         queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
         made = 2 * queries if config.attn_gate else queries
         self.wq = new_weight(made, config.hidden)
-        """With a gate each head's queries stand before its gates."""
+        """With a gate, each head's queries come before its gates."""
         self.wk = new_weight(keys, config.hidden)
         self.wv = new_weight(keys, config.hidden)
         self.wo = new_weight(config.hidden, queries)
@@ -54,7 +54,7 @@ class Attention(Heads, nn.Module):
             self.bo = new_weight(config.hidden)
         self.sinks = new_weight(self.heads) if config.sinks else None
 
-    def made(self, names: str, h_BSD: Tensor, told: Told | None) -> tuple[list[Tensor], Tensor | None]:
+    def made(self, names: str, h_BSD: Tensor, documents: Packing | None) -> tuple[list[Tensor], Tensor | None]:
         c, norm = self.config, (self.config.norm_eps, self.config.norm_plus_one)
         weights, turning = [getattr(self, f"w{x}") for x in names], names.replace("v", "")
         made = dict(zip(names, self.linears.columns("qkv", h_BSD, weights), strict=True))
@@ -68,17 +68,17 @@ class Attention(Heads, nn.Module):
             scales = [getattr(self, f"{x}_wide_norm") for x in turning]
             made |= zip(turning, self.linears.norms([made[x] for x in turning], scales, *norm), strict=True)
         batch, seq = made[names[0]].shape[:2]
-        sizes = (batch, seq) if told is None else (1, batch * seq)  # either may be 0, so no size is left to find
+        sizes = (batch, seq) if documents is None else (1, batch * seq)  # either may be 0, so -1 could not be inferred
         made = {x: v.reshape(*sizes, v.shape[-1] // c.head_dim, c.head_dim) for x, v in made.items()}
-        table = self._table(seq, told, h_BSD.device)
+        table = self._table(seq, documents, h_BSD.device)
         for x in turning:
             scale = getattr(self, f"{x}_norm") if c.qk_norm and c.qk_norm_over == "head" else None
             made[x] = _turned(made[x], scale, norm, table)
         return list(made.values()), gate
 
-    def _table(self, seq: int, told: Told | None, device: torch.device) -> Tensor | None:
-        """Cosines and sines of the positions of tokens; None where they have none."""
-        return None if self.rope is None else table_of(self.rope, seq, told, device)
+    def _table(self, seq: int, documents: Packing | None, device: torch.device) -> Tensor | None:
+        """Cosines and sines of the tokens' positions; None without positions."""
+        return None if self.rope is None else table_of(self.rope, seq, documents, device)
 
     def out(self, o_BSF: Tensor, gate_BSF: Tensor | None) -> Tensor:
         if gate_BSF is not None:
@@ -88,7 +88,7 @@ class Attention(Heads, nn.Module):
 
 
 def _turned(x_BSHN: Tensor, scale_N: Tensor | None, norm: tuple[float, bool], table: Tensor | None) -> Tensor:
-    """Heads with their norm and their positions, where they have them."""
+    """Heads with their norm and rotary positions, if they have them."""
     if table is None:
         return x_BSHN if scale_N is None else rms_norm(x_BSHN, scale_N, *norm)
     return rotate(x_BSHN, table) if scale_N is None else norm_rotate(x_BSHN, scale_N, norm[0], table, norm[1])
@@ -97,7 +97,7 @@ def _turned(x_BSHN: Tensor, scale_N: Tensor | None, norm: tuple[float, bool], ta
 def attention_of(
     config: ModelConfig, linears: Linears = WHOLE, number: int = 0
 ) -> Attention | LatentAttention | DeltaNet:
-    """The attention of a model's layer, or what it has in place of it."""
+    """The attention of a model's layer, or its replacement."""
     if config.deltas()[number]:
         return DeltaNet(config, linears)
     return (LatentAttention if config.latent else Attention)(config, linears, number)
@@ -123,10 +123,10 @@ class Mlp(nn.Module):
 def gated(
     gate_up: Tensor, count: Tensor | None = None, weights: Tensor | None = None, *, config: ModelConfig
 ) -> Tensor:
-    """What a model makes of gates and ups, the two halves of the last dimension: `silu(gate) * up`, or with a limit.
+    """The activation of a model's gates and ups, the two halves of the last dimension: `silu(gate) * up`, or limited.
 
-    Rows beyond the first `count`, int32 [1], mean nothing; None: all rows count. With `weights`, fp32, each row is
-    multiplied by its own.
+    Only the first `count` rows, int32 [1], are valid; None: all. With `weights`, fp32, each row is multiplied by its
+    weight.
     """
     return swiglu(gate_up, count, config.swiglu_limit, config.swiglu_alpha, weights)
 
@@ -138,9 +138,9 @@ def swiglu(
     alpha: float = 1.0,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """`silu(gate) * up`; above a limit of 0 `gate * sigmoid(alpha * gate) * (up + 1)` of gates and ups within it.
+    """`silu(gate) * up`; with a limit above 0 `gate * sigmoid(alpha * gate) * (up + 1)` of clamped gates and ups.
 
-    The latter is gpt-oss's: gates are at most `limit`, and ups within plus and minus of it. See `gated` for the rest.
+    The latter is gpt-oss's: gates are clamped to at most `limit`, ups to plus and minus it. See `gated` for the rest.
     """
     if usable(gate_up):
         from hocket.kernels.swiglu import swiglu
@@ -148,7 +148,7 @@ def swiglu(
         return swiglu(gate_up, count, limit, alpha, weights)
     gate, up = gate_up.chunk(2, -1)
     if limit:
-        # Of a view, for on CPUs the bits of torch's sigmoid depend on the place of an element in memory without gaps.
+        # On a view, because the bits of torch's CPU sigmoid depend on an element's position in contiguous memory.
         bounded = gate_up.clamp(max=limit)
         gate, up = (alpha * bounded).chunk(2, -1)[0], bounded.chunk(2, -1)[1].clamp(min=-limit)
         out = F.silu(gate) * (up + 1) / alpha
@@ -158,7 +158,7 @@ def swiglu(
 
 
 class TransformerLayer(LayerParts, nn.Module):
-    """What layers with a dense MLP and with experts have in common: attention, and norms."""
+    """Attention and norms, which layers with a dense MLP and with experts share."""
 
     def __init__(self, config: ModelConfig, linears: Linears, number: int) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class DenseLayer(TransformerLayer):
         super().__init__(config, linears, number)
         self.mlp = Mlp(config, config.ffn, linears)
 
-    def added(self, x_BSD: Tensor, more_BSD: Tensor, told: Told | None, kept: Routing | None = None) -> Tensor:
+    def added(self, x_BSD: Tensor, more_BSD: Tensor, documents: Packing | None, kept: Routing | None = None) -> Tensor:
         """`x + attention(norm(x))`, or `x + norm(attention(x))`."""
         return x_BSD + (rms_norm(more_BSD, self.attn_norm, *self.norm) if self.after else more_BSD)
 

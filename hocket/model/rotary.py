@@ -34,10 +34,10 @@ def rope_of(config: ModelConfig, layer: int) -> Rope | None:
     return Rope(rope.width or width, config.rope_theta, PLAIN if plain else rope)
 
 
-def table_of(rope: Rope, seq: int, told: Any, device: torch.device) -> Tensor:
-    """`rotary_table` of whole sequences, or of the positions that tokens are `Told`: [2, T, 1, R / 2]."""
-    table = rotary_table(seq if told is None else told.length, rope.width, rope.theta, device, rope.settings)
-    return table if told is None else table.index_select(1, told.position_T)
+def table_of(rope: Rope, seq: int, packing: Any, device: torch.device) -> Tensor:
+    """`rotary_table` of whole sequences, or of the tokens' positions in `packing`: [2, T, 1, R / 2]."""
+    table = rotary_table(seq if packing is None else packing.length, rope.width, rope.theta, device, rope.settings)
+    return table if packing is None else table.index_select(1, packing.position_T)
 
 
 @lru_cache(maxsize=16)
@@ -46,7 +46,7 @@ def rotary_table(seq: int, width: int, theta: float, device: torch.device, setti
 
     `width` is R. With kind yarn both are multiplied by `attention_factor`.
     """
-    # The table outlives the call, so it must not become an inference tensor, which autograd cannot save.
+    # Cached, so the table must not become an inference tensor, which autograd cannot save.
     with torch.inference_mode(False), torch.no_grad():
         angle_SR = torch.outer(
             torch.arange(seq, device=device, dtype=torch.float32), inverse_frequencies(width, theta, device, settings)
@@ -63,7 +63,7 @@ def inverse_frequencies(width: int, theta: float, device: torch.device, settings
 
 
 def attention_factor(settings: RopeConfig) -> float:
-    """What cosines and sines are multiplied by (Peng et al. 2023, "YaRN", section 3.4)."""
+    """The factor of cosines and sines (Peng et al. 2023, "YaRN", section 3.4)."""
     if settings.kind != "yarn":
         return 1.0
     if settings.attention_factor:
@@ -74,12 +74,12 @@ def attention_factor(settings: RopeConfig) -> float:
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's growth of attention with the logarithm of `factor`."""
+    """YaRN's logarithmic growth of attention with `factor`."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _llama3(period: Tensor, width: int, theta: float, s: RopeConfig) -> Tensor:
-    """Between the two bounds a mean of both, by how often a pair turns in the original positions."""
+    """Interpolates between the two bounds, by how often a pair rotates over the original positions."""
     inverse = 1.0 / period
     length = 2 * math.pi / inverse
     slow, fast = length > s.original_positions / s.low_frequency, length < s.original_positions / s.high_frequency
@@ -89,10 +89,10 @@ def _llama3(period: Tensor, width: int, theta: float, s: RopeConfig) -> Tensor:
 
 
 def _yarn(period: Tensor, width: int, theta: float, s: RopeConfig) -> Tensor:
-    """NTK-by-parts (Peng et al. 2023, section 3.2): a ramp over the pairs between two numbers of turns."""
+    """NTK-by-parts (Peng et al. 2023, section 3.2): a ramp over the pairs between two numbers of rotations."""
 
     def pair(turns: float) -> float:
-        """The pair that turns so often in the original positions."""
+        """The pair that rotates this often over the original positions."""
         return width * math.log(s.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair(s.beta_fast), pair(s.beta_slow)

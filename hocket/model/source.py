@@ -1,4 +1,4 @@
-"""Where the model of a planned run comes from: what an engine asks for it."""
+"""The source of a planned run's model: the methods that an engine calls."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from hocket.program.stages import layout_of
 from hocket.runtime.comm import Groups
 
 # -- init --------------------------------------------------------------------------------------------------------------
-# First values of weights. The same seed gives the same weights on any mesh.
+# Initial values of weights. The same seed gives the same weights on any mesh.
 #
-# Every parameter is drawn from a generator of its own, seeded by its name in the whole model; every expert of
-# a stacked weight from one seeded by the name and the expert's global number. So a weight depends neither on
-# the chunk, nor on the shard, nor on the expert-parallel rank that happens to hold it.
+# Every parameter is drawn from its own generator, seeded by its name in the whole model; every expert of a stacked
+# weight from one seeded by the name and the expert's global number. So a weight depends neither on the chunk, nor on
+# the shard, nor on the expert-parallel rank that has it.
 
 
 def init_tensor(
     name: str, shape: Sequence[int], config: ModelConfig, seed: int, *, first_expert: int = 0, device: str = "cpu"
 ) -> Tensor:
-    """First value of the parameter `name`, fp32, drawn on `device`.
+    """Initial value of the parameter `name`, fp32, drawn on `device`.
 
-    Norms are ones, or zeros where one is added to them, and biases, whose names begin with b, are zeros. Of delta nets
-    `dt` is ones, and `a_log` the logarithm of numbers spread evenly from 0.01 to 16, as in Qwen3-Next. Other weights
-    are normal, with the standard deviations of `config/model.py`. For experts, `shape` counts the local ones,
-    and `first_expert` is the global number of the first. CPU and GPU draw different numbers.
+    Norms are ones, or zeros if one is added to them. Biases, whose names begin with b, are zeros. In delta nets `dt` is
+    ones, and `a_log` the logarithm of numbers spread evenly from 0.01 to 16, as in Qwen3-Next. Other weights are
+    normal, with the standard deviations of `config/model.py`. For experts, `shape` counts the local ones, and
+    `first_expert` is the global number of the first. CPU and GPU draw different numbers.
     """
     leaf = name.rsplit(".", 1)[-1]
     if leaf.endswith("norm") or leaf == "dt":
@@ -72,9 +72,9 @@ def _normal(name: str, shape: Sequence[int], std: float, seed: int, device: str)
 
 
 def init_biases(chunk: Chunk, device: torch.device | str) -> None:
-    """Put fp32 zeros into the balance biases of a chunk's routers, and even loads, which is all it has beside weights.
+    """Set the balance biases of a chunk's routers to fp32 zeros, and loads to even: all of its buffers.
 
-    Those that have memory keep it: a recorded step goes on reading it.
+    Existing tensors keep their memory, which a recorded step goes on reading.
     """
     for module in chunk.modules():
         if isinstance(module, Router) and module.bias is not None:
@@ -93,7 +93,7 @@ def init_biases(chunk: Chunk, device: torch.device | str) -> None:
 
 @dataclass(frozen=True)
 class ChunkPlace:
-    """Which part of the model a chunk is, and who computes it."""
+    """Which part of the model a chunk is, and the ranks that compute it."""
 
     layers: range
     first: bool
@@ -102,36 +102,36 @@ class ChunkPlace:
     device: torch.device
     linears: Linears = WHOLE
     groups: Groups | None = None
-    """For parts that communicate on a lane of their own."""
+    """For parts that communicate on their own lane."""
     ends: dict[str, nn.Parameter] = field(default_factory=dict)
-    """Parameters of a tied model's embedding and head, by name, which the chunks of a rank share: the first one of them
-    adds what it has."""
+    """Parameters of a tied model's embedding and head, by name, shared by a rank's chunks: the first such chunk adds
+    its own."""
 
 
 class ModelSource(ABC):
-    """A model from which an engine gets its chunks. The sizes of it are in the `model` section of the settings."""
+    """A model from which an engine gets its chunks. Its sizes are in the `model` section of the settings."""
 
     def layout(self, config: Config) -> Layout:
-        """Where its layers lie, and of what parts they are made. `config` is resolved."""
+        """The places of its layers, and their parts. `config` is resolved."""
         return layout_of(config)
 
     @abstractmethod
     def chunk(self, place: ChunkPlace) -> Any:
         """One virtual stage of the model: consecutive layers, and the embedding or the head at the ends.
 
-        `embed` makes hidden states of token ids, or is None; `layers` has the layers by the text of their number, and
-        `layer(number)` gives one; `loss(x, targets)` is the mean cross-entropy of the last chunk; `named_parameters()`
-        has each parameter once. Parameters are named `embed.*`, `layers.N.*`, `layers.N.experts.*` and `head.*`, N
-        counting from the first layer of the model. They lie on the meta device, and of stacked experts they have those
-        of one expert-parallel rank. Layers have the part functions of docs/design/architecture.md.
+        `embed` makes hidden states from token ids, or is None; `layers` has the layers by their number as text, and
+        `layer(number)` returns one; `loss(x, targets)` is the mean cross-entropy of the last chunk;
+        `named_parameters()` has each parameter once. Parameters are named `embed.*`, `layers.N.*`, `layers.N.experts.*`
+        and `head.*`; N counts from the first layer of the model. They are on the meta device, and stacked experts are
+        those of one expert-parallel rank. Layers have the part functions of docs/design/architecture.md.
         """
 
     @abstractmethod
     def value(self, name: str, shape: tuple[int, ...], first_expert: int, device: torch.device) -> Tensor:
-        """The first value of a parameter or bias of this `shape`; the whole one of what is stacked by expert."""
+        """The initial value of a parameter or bias of this `shape`; of weights stacked by expert, the whole."""
 
     def begin(self, chunk: Any, device: torch.device) -> None:  # noqa: B027  optional
-        """Make a chunk's tensors beside parameters, on a device."""
+        """Initialize a chunk's buffers, on a device."""
 
     def own_name(self, name: str) -> str:
         """The model's own name of a parameter."""
@@ -147,7 +147,7 @@ class OwnTransformer(ModelSource):
 
     @cached_property
     def _folder(self) -> PretrainedFolder | None:
-        """Opened when a value is asked for: a run that goes on from a checkpoint asks for none."""
+        """Opened when a value is first needed: a run resumed from a checkpoint needs none."""
         weights = self._config.model.weights
         return PretrainedFolder(weights) if weights else None
 
@@ -175,7 +175,7 @@ class OwnTransformer(ModelSource):
 
 
 def open_weights(config: ModelConfig) -> PretrainedFolder:
-    """The folder `model.weights`, if its tensors make each parameter of the model once. Raises ValueError."""
+    """The folder `model.weights`, if its tensors give each parameter of the model once. Raises ValueError."""
     folder = PretrainedFolder(config.weights)
     folder.require(config)
     folder.check(whole_shapes(config))

@@ -1,10 +1,10 @@
 """Text to tokens: a token per byte, or a JSON file of the `tokenizers` package.
 
 Note: [Where a text begins and ends]
-A document ends with the token that `data.eos` names, or else with the one of `tokenizer_config.json`, `config.json`,
-`generation_config.json` beside the tokenizer, or the list `END_OF_TEXT`, whichever names one of the tokenizer's tokens
-first. It begins with the tokens that transformers puts before a text by default: those of the post-processor in
-`tokenizer.json`. Chats have what their template writes, and no more.
+A document ends with the token that `data.eos` names. By default it is the first of the tokenizer's tokens named in
+`tokenizer_config.json`, `config.json` or `generation_config.json` beside the tokenizer, or in the list `END_OF_TEXT`.
+A document begins with the tokens that transformers puts before a text by default: those of the post-processor in
+`tokenizer.json`. Chats have exactly the tokens of their template.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from hocket.config.rule import problem
 from hocket.files import json_in
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|im_end|>", "[EOS]")
-"""Names under which tokenizers know the token that ends a document, by preference, where no file names one."""
+"""Usual names of the token that ends a document, by preference, for tokenizers whose files name none."""
 
 FILE = "tokenizer.json"
-"""Name of a tokenizer's file in a folder of a published model."""
+"""Name of a tokenizer's file in the folder of a published model."""
 NAMING = ("special_tokens_map.json", "tokenizer_config.json")
-"""Files beside a tokenizer that name its special tokens; the second counts where both do."""
+"""Files beside a tokenizer that name its special tokens; the second takes precedence."""
 NUMBERING = ("config.json", "generation_config.json")
-"""Files of a model beside its tokenizer that say the numbers of special tokens. They are read beside a `FILE` alone:
-beside a tokenizer of another name they may be another program's."""
+"""Files of a model beside its tokenizer that give the numbers of special tokens. They are read beside a `FILE` only:
+beside a tokenizer of another name they may belong to another program."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a tokenizer without its package. See Note: [Where a text begins and ends]."""
+    """Properties of a tokenizer that need no package. See Note: [Where a text begins and ends]."""
 
     vocab: int
     """Number of tokens."""
@@ -46,51 +46,50 @@ class Known:
     bos: int
     """Token that its files call beginning of text; -1 if they name none."""
     begins: tuple[int, ...]
-    """Tokens before every document that is no chat."""
+    """Tokens before every document except chats."""
     names: Mapping[int, str]
     """Tokens as the tokenizer writes them."""
 
     @property
     def begin(self) -> str:
-        """Tokens before every document that is no chat, as text."""
+        """Tokens before every document except chats, as text."""
         return "".join(self.names.get(token, str(token)) for token in self.begins)
 
 
 class ByteTokenizer:
-    """A token per byte. Byte 0 separates documents: text has none, and files that do are taken for binary ones."""
+    """A token per byte. Byte 0 separates documents: text has none, and files with one are treated as binary."""
 
     vocab: int = BYTE_VOCAB
     """Number of tokens."""
     separator: int = 0
     """Token after every document; -1 if none is known."""
     begins: tuple[int, ...] = ()
-    """Tokens before every document that is no chat. See Note: [Where a text begins and ends]."""
+    """Tokens before every document except chats. See Note: [Where a text begins and ends]."""
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
         """Tokens of each document, as unsigned integers."""
         return [np.frombuffer(text.replace(b"\0", b""), dtype=np.uint8) for text in texts]
 
     def places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens of a document, the character at which each begins), of the same length."""
+        """(tokens of a document, start of each in characters), of equal length."""
         parts = ["" if character == "\0" else character for character in text]
         sizes = [len(part.encode(errors="replace")) for part in parts]
         (tokens,) = self.encode(["".join(parts).encode(errors="replace")])
         return tokens, np.repeat(np.arange(len(text)), sizes)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of tokens; bytes that are no character become the replacement character."""
+        """The text of tokens; invalid bytes become the replacement character."""
         return bytes(token for token in tokens if token < BYTE_VOCAB).decode(errors="replace")
 
     def special(self, text: str) -> int:
-        """The special token with which a text begins; -1 if it begins with none."""
+        """The special token at the start of a text; -1 if there is none."""
         return -1
 
 
 class JsonTokenizer:
-    """The same by a tokenizer file of the `tokenizers` package. Uses all cores.
+    """Tokenizes by a file of the `tokenizers` package. Uses all cores.
 
-    Documents stay whole, whatever the file says of their length. Bytes that are not UTF-8 become the replacement
-    character.
+    Documents are not truncated, whatever the file says. Bytes that are not UTF-8 become the replacement character.
     """
 
     def __init__(self, data: DataConfig, origins: Mapping[str, str]) -> None:
@@ -102,7 +101,7 @@ class JsonTokenizer:
         known = _known(data, origins)
         self.vocab, self.separator, self.begins = known.vocab, known.separator, known.begins
         self._backend = backend.Tokenizer.from_file(str(tokenizer_file(data.tokenizer)))
-        self._backend.no_truncation()  # either may be saved in the file
+        self._backend.no_truncation()  # the file may enable truncation and padding
         self._backend.no_padding()
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
@@ -124,16 +123,16 @@ class JsonTokenizer:
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer
-"""What the corpus needs."""
+"""The tokenizer's interface for the corpus."""
 
 
 def tokenizer_file(name: str) -> Path:
-    """The file that a setting means: that of a published model's folder, or the file itself."""
+    """The file of a setting: that in a published model's folder, or the file itself."""
     return Path(name, FILE) if Path(name).is_dir() else Path(name)
 
 
 def tokenizer_files(name: str) -> list[Path]:
-    """All files that decide about tokens, of which those beside the tokenizer's own need not be there."""
+    """All files that determine tokens; those beside the tokenizer's own may be missing."""
     if name == BYTES:
         return []
     file = tokenizer_file(name)
@@ -142,14 +141,14 @@ def tokenizer_files(name: str) -> list[Path]:
 
 
 def load_tokenizer(data: DataConfig, origins: Mapping[str, str]) -> Tokenizer:
-    """The tokenizer a configuration names. Raises ValueError if its file or package is missing."""
+    """The tokenizer of a configuration. Raises ValueError if its file or package is missing."""
     return ByteTokenizer() if data.tokenizer == BYTES else JsonTokenizer(data, origins)
 
 
 def known_tokenizer(data: DataConfig, origins: Mapping[str, str]) -> Known:
-    """What is known of the tokenizer that text is trained on with.
+    """Properties of the tokenizer of the training text.
 
-    Raises ValueError as `load_tokenizer`, and if no token is known that ends a document.
+    Raises ValueError like `load_tokenizer`, and if no token is known that ends a document.
     """
     if data.tokenizer == BYTES:
         return Known(BYTE_VOCAB, ByteTokenizer.separator, -1, (), {})
@@ -162,7 +161,7 @@ def known_tokenizer(data: DataConfig, origins: Mapping[str, str]) -> Known:
 
 
 def _known(data: DataConfig, origins: Mapping[str, str]) -> Known:
-    """What is known of a tokenizer file of the `tokenizers` package."""
+    """Properties of a tokenizer file of the `tokenizers` package."""
     fix = (
         "a JSON file of the `tokenizers` package, such as the tokenizer.json of a published model; of a "
         "tokenizer.model transformers makes one by AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
@@ -173,7 +172,7 @@ def _known(data: DataConfig, origins: Mapping[str, str]) -> Known:
         # Unigram models list (token, score) pairs, all others map tokens to numbers.
         tokens = {token: i for i, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
         tokens |= {added["content"]: added["id"] for added in content.get("added_tokens", ())}
-        max(tokens.values()) + 1  # there are tokens, and they have numbers
+        max(tokens.values()) + 1  # raises if there are no tokens, or values are not numbers
         begins = _begins(content.get("post_processor"))
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
@@ -219,13 +218,13 @@ def _begins(processor: Any) -> tuple[int, ...]:
             return tuple(token for each in ids for token in each)
         case "BertProcessing" | "RobertaProcessing":
             return (processor["cls"][1],)
-        case "Sequence":  # later ones go around earlier ones
+        case "Sequence":  # later ones add their tokens around those of earlier ones
             return tuple(token for each in reversed(processor["processors"]) for token in _begins(each))
     return ()
 
 
 def _table(path: Path, data: DataConfig, origins: Mapping[str, str]) -> dict[str, Any]:
-    """What a file beside a tokenizer says."""
+    """The content of a file beside a tokenizer."""
     with suppress(OSError, ValueError):
         if isinstance(found := json_in(path), dict):
             return found
@@ -234,12 +233,12 @@ def _table(path: Path, data: DataConfig, origins: Mapping[str, str]) -> dict[str
 
 
 def token_numbers(said: Any) -> list[int]:
-    """The tokens that a file means by one number or a list of them."""
+    """The tokens of one number or a list of them in a file."""
     return [token for token in (said if isinstance(said, list) else [said]) if type(token) is int]
 
 
 def ends_of(folder: Path) -> list[int]:
-    """Tokens at which transformers ends a text: those of generation_config.json, or of config.json if there is none."""
+    """Tokens at which transformers ends generation: those of generation_config.json, else of config.json."""
     file = next((file for file in (folder / name for name in reversed(NUMBERING)) if file.exists()), None)
     found = json_in(file) if file else {}
     return token_numbers(found.get("eos_token_id")) if isinstance(found, dict) else []

@@ -1,9 +1,9 @@
 """A decoder transformer, cut into chunks, layers and parts.
 
-A `Chunk` holds the consecutive layers of one virtual pipeline stage, and the embedding or the head if it is
-the first or the last one. Every part of a layer is a method that takes and returns tensors, so that a plan
-can run each as a segment of its own; nothing is remembered on a module between calls. A chunk with all
-layers is the whole model, `chunk.loss(chunk(ids), targets)`, and runs the same parts in order.
+A `Chunk` has the consecutive layers of one virtual pipeline stage, and the embedding or the head if it is the first or
+the last. Every part of a layer is a method that takes and returns tensors, so that a plan can run each as a separate
+segment; modules keep no state between calls. A chunk with all layers is the whole model, `chunk.loss(chunk(ids),
+targets)`, and runs the same parts in order.
 
 Shapes: B sequences, S sequence length, D hidden, V vocabulary.
 """
@@ -65,12 +65,12 @@ class Head(nn.Module):
 
 
 class Chunk(nn.Module):
-    """The layers `layers` of the model, with the embedding if `first` and the head if `last`, and of a tied model with
-    both if it has one: they are one unit, whose weights are in both places.
+    """The layers `layers` of the model, with the embedding if `first` and the head if `last`. A tied model with either
+    end has the parameters of both, since they are one unit.
 
-    Parameters are named as in the whole model (`layers.3.attn.wq`), but for experts they hold only those of
-    expert-parallel rank `ep.rank`: global experts `ep.rank * E / ep.size` onwards, and of other weights what `linears`
-    has (`layers/slices.py`). Made without values, on the meta device.
+    Parameters are named as in the whole model (`layers.3.attn.wq`). Experts are only those of expert-parallel rank
+    `ep.rank`, from global expert `ep.rank * E / ep.size`, and other weights are the slices of `linears`
+    (`layers/slices.py`). Parameters are on the meta device, without values.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Chunk(nn.Module):
         linears: Linears = WHOLE,
         shared: tuple[Group, str] | None = None,
     ) -> None:
-        """`shared`: the ranks that share its sequences, and the method by which these meet in attention."""
+        """`shared`: the context-parallel group, and the method of attention (`METHODS`)."""
         super().__init__()
         self.config = config
         self.first_expert = ep.rank * (config.experts // ep.size)
@@ -105,9 +105,9 @@ class Chunk(nn.Module):
         self.tie()
 
     def tie(self, ends: dict[str, nn.Parameter] | None = None) -> None:
-        """Make a tied head use the embedding's parameter, which then has one name, `embed.weight`.
+        """Make a tied head use the embedding's parameter, whose only name is then `embed.weight`.
 
-        `ends` has the parameters of another chunk's embedding and head, which this one takes, or else it gets them.
+        `ends`: parameters of another chunk's embedding and head, which this chunk uses; if empty, it adds its own.
         """
         if not self.config.tied or self.embed is None or self.head is None:
             return
@@ -121,7 +121,7 @@ class Chunk(nn.Module):
         return self.layers[str(number)]  # pyrefly: ignore[bad-return]
 
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
-        """Hidden states [B, S, D] after this chunk's layers, of token ids if it is the first. All experts are here."""
+        """Hidden states [B, S, D] after this chunk's layers; the first chunk takes token ids. Needs all experts."""
         if self.first:
             assert self.embed is not None
             x = self.embed(x)
@@ -139,7 +139,7 @@ class Chunk(nn.Module):
 
 
 def parameter_counts(config: ModelConfig) -> tuple[int, int]:
-    """(all parameters, those that one token meets) of a model. Allocates nothing."""
+    """(all parameters, those active per token) of a model. Allocates nothing."""
     total = active = 0
     for name, param in Chunk(config, range(config.layers)).named_parameters():
         total += param.numel()
@@ -151,7 +151,7 @@ def parameter_counts(config: ModelConfig) -> tuple[int, int]:
 
 
 def pick(logits_V: Tensor, generator: torch.Generator, temperature: float = 0.0) -> int:
-    """A token, of logits on a CPU: the likeliest, or with a temperature one that is drawn."""
+    """A token from logits on a CPU: the likeliest, or with a temperature a sampled one."""
     if not temperature:
         return int(logits_V.argmax())
     return int(torch.multinomial((logits_V.float() / temperature).softmax(0), 1, generator=generator))
@@ -161,7 +161,7 @@ def pick(logits_V: Tensor, generator: torch.Generator, temperature: float = 0.0)
 def generate(
     model: Chunk, prompt: Sequence[int], count: int, ends: Collection[int] = (), seed: int = 0, temperature: float = 0.0
 ) -> Iterator[int]:
-    """Up to `count` tokens that follow `prompt`, which has one at least; ends before one of `ends`.
+    """Up to `count` tokens that follow `prompt`, which must not be empty; stops before one of `ends`.
 
     `model` is the whole one with values. It reads all tokens again for each new one.
     """

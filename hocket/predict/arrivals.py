@@ -1,4 +1,4 @@
-"""How much memory a rank has for what other ranks write there: rows that no host counts, and what copy engines move."""
+"""Memory of a rank that other ranks write into: rows whose number no host knows, and what copy engines move."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hocket.predict.tensor_costs import by_pieces
 from hocket.program.mesh import HALF
 from hocket.program.stages import layout_of, mesh_of, sharding_of
 
-MORE = 1.25
-"""Room that is made, as a multiple of the rows that found none."""
+GROWTH = 1.25
+"""New room after an overflow, as a multiple of the rows that did not fit."""
 
 
 def rows_evenly(c: Config) -> int:
@@ -20,23 +20,23 @@ def rows_evenly(c: Config) -> int:
 
 
 def rows_at_most(c: Config) -> int:
-    """Rows that may arrive at one rank: all tokens of all ranks choose as many of its experts as there are."""
+    """Most rows that may arrive at one rank: every token of all ranks chooses as many of its experts as possible."""
     tokens = c.tokens
     return tokens * min(c.model.top_k, c.model.experts // c.mesh.ep) * c.mesh.ep
 
 
 def rows_allowed(c: Config) -> int:
-    """Rows that a rank has room for: `overlap.ep.room` times those of an even load, and never more than needed."""
+    """Rows that a rank has room for: `overlap.ep.room` times those of an even load, and never more than possible."""
     return min(math.ceil(c.overlap.ep.room * rows_evenly(c)), rows_at_most(c))
 
 
 def rows_grown(c: Config, rows: int) -> int:
-    """Rows that a rank has room for from then on, after so many came and found none."""
-    return min(math.ceil(MORE * rows), rows_at_most(c))
+    """Rows that a rank has room for after an overflow with `rows` rows."""
+    return min(math.ceil(GROWTH * rows), rows_at_most(c))
 
 
-def lack(c: Config, rows: int, grown: bool) -> str:
-    """What a user is told of a step in which so many rows came to one rank and found no room, and whether it grew."""
+def overflow_note(c: Config, rows: int, grown: bool) -> str:
+    """The message about a step in which one rank had no room for `rows` rows, and whether the room has grown."""
     came, now = (count / rows_evenly(c) for count in (rows, rows_grown(c, rows)))
     after = (
         f"there is room for {now:.2f} times from now on"
@@ -49,18 +49,18 @@ def lack(c: Config, rows: int, grown: bool) -> str:
 
 # -- Memory into which other ranks write -------------------------------------------------------------------------------
 #
-# Copy engines, and kernels that store into a peer's memory, need a place there. It is made with the groups and stays,
-# so it lies beside all that a step holds.
+# Copy engines, and kernels that store into a peer's memory, need buffers there. They are allocated with the process
+# groups and stay, in addition to everything that a step holds.
 
 
 _P2P = 64 << 20
-"""Most bytes that wait at an edge of a pipeline for their receiver."""
+"""Most bytes buffered at an edge of a pipeline for their receiver."""
 _SLACK = 1.25
-"""Rows that one round of an exchange has room for, as a multiple of an even load: none is ever quite even."""
+"""Rows that one round of an exchange has room for, as a multiple of an even load, since no load is quite even."""
 
 
 def rows_bytes(c: Config) -> int:
-    """Bytes of a microbatch's rows that a rank has room for in one round of an exchange; there are two such buffers."""
+    """Bytes of a microbatch's rows that a rank has room for in one round of an exchange. There are two such buffers."""
     layout = layout_of(c)
     copies = copies_of(c.model, c.mesh.ep, layout.per_rank, c.element_bytes)
     rows = math.ceil(_SLACK * c.tokens * copies.count)
@@ -70,21 +70,20 @@ def rows_bytes(c: Config) -> int:
 
 
 def tokens_bytes(c: Config) -> int:
-    """Bytes of all tokens of a microbatch, which tensor-parallel ranks write; 0 if none do. There are two buffers."""
+    """Bytes of a microbatch's tokens that tensor-parallel ranks write; 0 if they do not. There are two buffers."""
     tokens = c.train.sequences * c.data.sequence_length
     return tokens * c.model.hidden * c.element_bytes if by_pieces(c) else 0
 
 
 def p2p_bytes(c: Config) -> int:
-    """Bytes that a rank has room for in each direction of an edge of a pipeline."""
+    """Bytes that a rank has room for in each direction of a pipeline edge."""
     return min(c.tokens * c.model.hidden * c.element_bytes, _P2P)
 
 
 def halves_bytes(c: Config, rank: int) -> int:
-    """Bytes through which copy engines move what a pipeline rank gathers and reduces: `runtime/collective_copies.py`.
+    """Bytes of buffers through which copy engines gather and reduce on a pipeline rank: `runtime/collective_copies.py`.
 
-    Units of a kind have two groups, one that gathers and one that reduces. Where weights are whole, the latter gathers
-    sums.
+    Units of a kind have two groups, one to gather and one to reduce. With unsharded weights the second gathers sums.
     """
     copied, sharding = COPIED.get(c.train.transport, ()), sharding_of(c)
     kinds = {
@@ -96,7 +95,7 @@ def halves_bytes(c: Config, rank: int) -> int:
 
 
 def arrival_bytes(c: Config) -> int:
-    """Bytes of all such memory of a rank, of the pipeline rank that has most. There is none without GPUs."""
+    """Bytes of all such memory, on the pipeline rank with the most. 0 without GPUs."""
     if c.train.device != "cuda" or c.train.transport == "null":
         return 0
     copied = COPIED.get(c.train.transport, ())

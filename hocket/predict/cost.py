@@ -1,17 +1,17 @@
-"""What every op of a plan costs: FLOPs, bytes and seconds from the sizes of the model and a few hardware figures.
+"""The cost of every op of a plan: FLOPs, bytes and seconds, from the sizes of the model and a few hardware figures.
 
 Letters: T tokens of a microbatch, S tokens of a sequence, D hidden, R = T * top_k routed rows, P weights of a part,
 n ranks of a group. "Elements" count numbers, whatever their dtype; bytes are elements times `dtype_bytes`.
 
-    time of a compute op    matmul FLOPs / rate + attention FLOPs / rate + bytes of kernels between / their bandwidth
-                            + 2/3 of what matmuls read and write / the same + what starts and ends kernels
-    rate                    of the full clock, at the clock that power allows (`clock_of` in `hardware.py`)
+    time of a compute op    matmul FLOPs / rate + attention FLOPs / rate + bytes of other kernels / their bandwidth
+                            + 2/3 of the bytes of matmuls / the same + start and end of kernels
+    rate                    at the full clock, scaled to the clock that power allows (`clock_of` in `hardware.py`)
     matmul FLOPs            2 T P in fwd, in bwd and in wgrad each
     attention core          2 T S w in fwd (causal, so half of the square; w = heads * head_dim), 5/2 of that in bwd
     time of a transfer      latency + wire bytes / bandwidth
-    all-gather, reduce      (n - 1) / n * P elements received; twice that where all ranks get the whole sum
+    all-gather, reduce      (n - 1) / n * P elements received; twice that if all ranks get the whole sum
     all-to-all              (ep - 1) / ep * R * D elements received: even routing; fewer R with one copy per rank
-    pipeline p2p transfer            T * D elements
+    pipeline p2p transfer   T * D elements
 
 Sources: 2 T P and the causal half are the counting of Kaplan et al. 2020 (arXiv 2001.08361) and of the PaLM report
 (arXiv 2204.02311, appendix B); 5/2 is FlashAttention-2's backward (arXiv 2307.08691), five matmuls against two; wire
@@ -52,11 +52,11 @@ from hocket.program.values import lent_to
 
 @dataclass(frozen=True)
 class CostTable:
-    """Costs of all ops of a program, for `simulate`. What is missing in `table` costs nothing.
+    """Costs of all ops of a program, for `simulate`. Ops that are missing in `table` cost nothing.
 
-    `slot_bytes[rank]` has the sizes of a weight slot and of a gradient slot of each class of units, `state_bytes[rank]`
-    is that of main weights, copies of those that are held whole, and optimizer state. `clock` in Hz is that which power
-    allows; 0: no limit is known.
+    `slot_bytes[rank]` has the sizes of a weight slot and of a gradient slot for each class of units.
+    `state_bytes[rank]` counts main weights, compute copies of unsharded ones, and optimizer state. `clock` in Hz is the
+    one that power allows; 0: no limit is known.
     """
 
     kinds: tuple[str, ...]
@@ -65,16 +65,16 @@ class CostTable:
     state_bytes: tuple[int, ...] = ()
     clock: float = 0.0
     recomputed: Collection[tuple[str, int]] = frozenset()
-    """(part, layer) whose forward keeps nothing, because it runs again."""
+    """(part, layer) whose forward keeps nothing, because it is recomputed."""
     lent: Collection[tuple[str, int]] = frozenset()
-    """(part, layer) of those who do not keep what they read, and of those who make it again for their backward."""
+    """(part, layer) of readers that do not keep their input, and of the parts that make it again for their backward."""
 
     @cached_property
     def _found(self) -> dict[tuple[str, str, int], OpCost]:
         return {}
 
     def of(self, op: Op) -> OpCost:
-        """What an op costs, each layer's found once: what it keeps depends on whether its layer runs forward again."""
+        """The cost of an op, cached per layer: what it keeps depends on whether its layer is recomputed."""
         key = op.verb, op.part, op.layer
         if (found := self._found.get(key)) is None:
             found = self._found[key] = self._of_layer(op)
@@ -101,25 +101,25 @@ class CostTable:
 
 _FREE = OpCost()
 _ATTENTION_DRAWN = 0.8
-"""Power of a FLOP of attention over that of one of a matmul. See Note: [Power sets the clock]."""
+"""Power per FLOP of attention, relative to matmuls. See Note: [Power sets the clock]."""
 CORE = {"fwd": 1.0, "bwd": 2.5}
-"""By verb, how often the FLOPs of an attention core are computed."""
+"""Verb -> how often the FLOPs of an attention core are computed."""
 _SHOWN = 2 / 3
-"""Share of the time of what a product reads and writes that its arithmetic does not hide: of 6 bytes more that it moves
-to add to fp32 those of 4 (`benchmarks.expert_grads` and `benchmarks.weight_grads`, on an H200)."""
+"""Share of the time of a product's reads and writes that its arithmetic does not hide: 4 of the 6 additional bytes that
+accumulation in fp32 moves (`benchmarks.expert_grads` and `benchmarks.weight_grads`, on an H200)."""
 
 
 # -------------------------------------------------------------------------------------------------------------- pricing
 
 Sizes = Callable[[str, str, PartSize], PartSize]
-"""Gives the size of a part, of its name, its layer's kind, and what `part_sizes.py` says of it."""
+"""Returns the size of a part, given its name, its layer's kind, and its size by `part_sizes.py`."""
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """All that the costs of a plan's ops depend on: a microbatch of `tokens` tokens of a data-parallel rank.
+    """Everything that the costs of a plan's ops depend on: a microbatch of `tokens` tokens of a data-parallel rank.
 
-    Assumes even routing: every rank gets as many rows as it sends. A p2p transfer's seconds belong to the recv.
+    Assumes even routing: every rank gets as many rows as it sends. A p2p transfer's seconds count for the recv.
     """
 
     model: ModelConfig
@@ -131,19 +131,19 @@ class Pricing:
     hardware: Hardware
     dtype_bytes: int
     documents: Lengths = ()
-    """How long documents are that share sequences; empty: each sequence is one."""
-    held: ModelConfig | None = None
-    """The model as narrow as the weights that a tensor-parallel rank holds; None: the same."""
+    """Lengths of documents that share sequences; empty: each sequence is one document."""
+    rank_model: ModelConfig | None = None
+    """The model with only the weights that a tensor-parallel rank holds; None: the same."""
     sharing: int = 1
     """Ranks that share every product."""
     wire_bytes: int = 0
-    """Of an element of a gradient on its way; 0: as many as of one that is computed with."""
+    """Bytes of a gradient element in transfers; 0: as in compute."""
     averages_bytes: int = 4
-    """Of an element of each of the optimizer's two averages."""
+    """Bytes per element of each of the optimizer's two averages."""
     fp8: Fp8 | None = None
-    """What runs in fp8."""
+    """Which products run in fp8."""
     sizes: Sizes | None = None
-    """Those of a model of others."""
+    """Sizes of an adapted model's parts."""
 
     @cached_property
     def parts(self) -> Mapping[tuple[str, str], tuple[Part, PartSize]]:
@@ -155,7 +155,7 @@ class Pricing:
         return own if self.sizes is None else {key: (part, self.sizes(*key, size)) for key, (part, size) in own.items()}
 
     def weights(self, unit: Unit, kind: str) -> int:
-        """Weights of one unit of such a layer, whole; of an experts unit those of one expert-parallel rank."""
+        """Weights of one unit of such a layer, unsharded; of an experts unit those of one expert-parallel rank."""
         parts = ((name, size) for (name, its), (_, size) in self.parts.items() if its == kind)
         return sum(size.weights for name, size in parts if self.layout.unit(name) == unit)
 
@@ -173,7 +173,7 @@ class Pricing:
 
     @cached_property
     def rates(self) -> Hardware:
-        """The hardware at that clock."""
+        """The hardware's rates at that clock."""
         return at_clock(self.hardware, self.clock) if self.clock else self.hardware
 
     def costs(self) -> CostTable:
@@ -200,18 +200,18 @@ class Pricing:
         return CostTable(layout.kinds, table, slots, state, self.clock, layout.recomputed, _lent(layout))
 
     def _bytes(self, elements: int) -> int:
-        """Of so many elements per token."""
+        """Bytes of `elements` elements per token."""
         return self.tokens * elements * self.dtype_bytes
 
-    def _eight(self, name: str, kind: str, verb: str) -> float:
+    def _fp8_share(self, name: str, kind: str, verb: str) -> float:
         """Share of the layers of a kind in which an op's products run in fp8. Embedding and head have no kind."""
         weights = kind and self.parts[name, kind][0].unit
         return self.fp8.share(self.layout.kinds, kind, verb) if self.fp8 is not None and weights else 0.0
 
     def work(self, name: str, kind: str, verb: str, hw: Hardware) -> Work:
-        """What fwd, bwd or wgrad of a part does at such rates. FLOPs are those that draw as much power in bf16."""
+        """Seconds and FLOPs of fwd, bwd or wgrad of a part, in units of bf16 FLOPs that draw the same power."""
         t, b, (_, size) = self.tokens, self.dtype_bytes, self.parts[name, kind]
-        eight, unit = self._eight(name, kind, verb), self.layout.unit(name)
+        eight, unit = self._fp8_share(name, kind, verb), self.layout.unit(name)
         collects = unit is not None and (self.sharding.size(unit) == 1 or self.sharding.adds_up(unit))
         matmul = 2.0 * t * (size.gemm + size.grouped)
         core = CORE.get(verb, 0.0) * t * size.core
@@ -224,18 +224,18 @@ class Pricing:
             clocked += eight * (self.fp8.seconds(dense, grouped, verb) - clocked)
             others += eight * self.fp8.moved(size, t, verb) / hw.kernel_bandwidth
             drawn *= 1 + eight * (DRAWN - 1)
-        if matmul:  # weight gradients that are added up are fp32
+        if matmul:  # accumulated weight gradients are fp32
             operands = t * size.rows * b + (8 if verb == "wgrad" and collects else b) * size.weights // self.sharing
-            operands *= 1 - 0.25 * eight  # what is multiplied has half of the bytes, what comes out has all
+            operands *= 1 - 0.25 * eight  # in fp8 operands have half of the bytes, results all
             moving = operands / hw.kernel_bandwidth
-            others += max(_SHOWN * moving, moving - clocked)  # few tokens: reading weights takes longer than arithmetic
+            others += max(_SHOWN * moving, moving - clocked)  # with few tokens, reading weights dominates
         others += hw.gap + (size.routes * hw.routing if verb != "wgrad" else 0.0)
         return Work(clocked + whole / rate, others, drawn + _ATTENTION_DRAWN * core)
 
     def compute(self, name: str, kind: str, verb: str) -> OpCost:
         """Cost of fwd, bwd or wgrad of a part."""
         work, (_, size) = self.work(name, kind, verb, self.rates), self.parts[name, kind]
-        eight = self._eight(name, kind, verb)
+        eight = self._fp8_share(name, kind, verb)
         output, saved = {"fwd": (size.output, size.saved), "bwd": (size.grad, size.kept)}.get(verb, (0, 0))
         traffic, saved = self._traffic(size, verb), self._bytes(saved)
         flops = self.tokens * (2.0 * (size.gemm + size.grouped) + CORE.get(verb, 0.0) * size.core)
@@ -246,8 +246,8 @@ class Pricing:
         return OpCost(work.clocked + work.others, flops, 0, traffic, self._bytes(output), saved, lent_bytes=lent)
 
     def _traffic(self, size: PartSize, verb: str) -> int:
-        """Bytes that kernels between matmuls read and write."""
-        if verb == "wgrad":  # of a table: clear it, then add up rows
+        """Bytes that kernels other than matmuls read and write."""
+        if verb == "wgrad":  # of an embedding: clear the table, then add rows
             table = not size.gemm + size.grouped
             return (3 * self.tokens * size.output + size.weights) * self.dtype_bytes if table else 0
         return self._bytes(size.traffic if verb == "fwd" else 2 * size.traffic + size.back)
@@ -259,7 +259,7 @@ class Pricing:
         return self._transfer(part.purpose, moved * (part.ranks - 1) // part.ranks, output, self._traffic(size, verb))
 
     def _local(self, memory_bytes: int, flops: float = 0.0) -> OpCost:
-        """Cost of a compute op that reads and writes, and multiplies."""
+        """Cost of a compute op by its memory traffic and FLOPs."""
         hw = self.hardware
         seconds = memory_bytes / hw.memory_bandwidth + flops / hw.gemm_flops + hw.gap
         return OpCost(seconds, flops, memory_bytes=memory_bytes)
@@ -275,16 +275,15 @@ class Pricing:
         """Add gather, add, reduce, update and step to the table; return slot sizes and state per pipeline rank.
 
         A gather casts its shard of the fp32 weights. A reduce adds its shard to the fp32 gradient: 8 bytes read and
-        written per element, though the first of a step only writes; that the last one reads what adds have summed up is
-        left out. Adds cost nothing: products of weight gradients accumulate, and in a group of one they do the
-        reduction too: then there are no slots. An embedding whose head is tied to it has both, unless the two
-        are on two ranks: then these exchange their sums, in fp32, and the step adds them up. AdamW reads weight,
-        gradient and both averages and writes weight and averages: 28 bytes, or 20 with averages in bf16, and what is
-        held whole once more in the format that computes, unless that is fp32; the norm reads the gradients once more.
-        Every rank's step waits for the slowest, through the norm's all-reduce. Products in fp8 have casts beside; the
-        step casts some first.
+        written per element, though the first of a step only writes; the last one's read of accumulated sums is left
+        out. Adds cost nothing: products of weight gradients accumulate, and in a group of one they also replace the
+        reduction, so there are no slots. An embedding with a tied head has both, unless they are on two ranks: these
+        exchange their sums in fp32, and the step adds them. AdamW reads weight, gradient and both averages and writes
+        weight and averages: 28 bytes, or 20 with averages in bf16, plus the compute copy of unsharded weights, unless
+        that is fp32; the norm reads the gradients once more. Every rank's step waits for the slowest, through the
+        norm's all-reduce. Products in fp8 also need casts; the step makes some of them first.
         """
-        layout, sharding, mine = self.layout, self.sharding, replace(self, model=self.held or self.model)
+        layout, sharding, mine = self.layout, self.sharding, replace(self, model=self.rank_model or self.model)
         b, w = self.dtype_bytes, self.wire_bytes or self.dtype_bytes
         traffic = normed = summed_up = 0
         longest: Time = 0.0
@@ -309,7 +308,7 @@ class Pricing:
                 summed = self._transfer(reduces, (2 if whole else 1) * others * w, local_bytes=shard * (8 + w))
                 slotted = group > 1 or twice
                 table["reduce", unit, kind] = summed if slotted else _FREE
-                sums = 0 if whole else 4 * weights  # who keeps whole gradients adds up where they stay
+                sums = 0 if whole else 4 * weights  # unsharded gradients are summed in place
                 add = self._local(weights * (8 + w)) if twice else _FREE
                 table["add", unit, kind] = replace(add, grad_bytes=sums)
                 sizes = weights * (1 if eight == 1 else b) + (0 if whole else beside), weights * w
@@ -327,7 +326,7 @@ class Pricing:
                     single += count * shard
                     held = MATRIX_SLOTS if sharding.collects(unit) else 1
                     matrices[unit] = max(matrices.get(unit, 0), held * (2 * weights + 4 * shard))
-                updates["update"] = replace(updates["update"], output_bytes=4 * shard)  # gradients that it has read
+                updates["update"] = replace(updates["update"], output_bytes=4 * shard)  # the gradients that it reads
                 table |= {(verb, unit, kind): cost for verb, cost in updates.items()}
                 if tied and layout.apart:
                     table["recv", TIED, ""] = self._transfer("pp_bwd", 4 * shard, 4 * shard)
@@ -350,15 +349,15 @@ class Pricing:
     def _muon(self, unit: Unit, kind: str, weights: int, shard: int, cast: int) -> dict[str, OpCost]:
         """Muon's updates of a unit: averages, iterations, and the exchanges around them.
 
-        A unit's matrices are shared out over the ranks of its group, each as much as the others, and what is sent is
-        bf16. An average reads gradient and average and writes the average and what is sent: 14 bytes an element. The
-        update reads the result and the weight and writes the weight: 12. Of AdamW's two averages one is left.
+        A unit's matrices are distributed evenly over the ranks of its group, and sent in bf16. An average reads
+        gradient and average and writes the average and the sent copy: 14 bytes per element. The update reads the result
+        and the weight and writes the weight: 12. Of AdamW's two averages one remains.
         """
         ranks = self.sharding.size(unit) if self.sharding.gathers(unit) else 1
         average, iterate, reduces = 14 * shard, 10 * weights, groups_of(unit)[1]
         move = 12 * shard + ((4 + self.dtype_bytes) * cast if ranks == 1 else 0)
         flops = 0.0
-        widths = {"experts": self.model.expert_ffn, "mlp": self.model.ffn}  # matrices of attention are taken as square
+        widths = {"experts": self.model.expert_ffn, "mlp": self.model.ffn}  # attention's matrices count as square
         for part in self.layout.by_kind[kind].parts:
             if self.layout.unit(part.name) == unit:
                 size = size_of(part, Shapes(self.model, self.layout))
@@ -375,7 +374,7 @@ class Pricing:
         }
 
     def _in_fp8(self, unit: Unit, kind: str, weights: int) -> tuple[float, int]:
-        """(share of a unit's weights that are gathered in fp8, bytes of fp8 beside all of them where they are)."""
+        """(share of a unit's weights that are gathered in fp8, bytes of additional fp8 copies of a resident unit)."""
         if self.fp8 is None or not kind:
             return 0.0, 0
         beside = self.fp8.beside(self.layout.kinds, kind, unit)
@@ -387,7 +386,7 @@ def _verbs(size: PartSize) -> tuple[str, ...]:
 
 
 def _lent(layout: Layout) -> frozenset[tuple[str, int]]:
-    """(part, layer) of readers that keep no input, since it is made again, and of the parts that make it."""
+    """(part, layer) of readers that keep no input, because it is made again, and of the parts that make it."""
     pairs = ((part, lent_to(layout, part, n), n) for n in range(len(layout.kinds)) for part in layout.forward_parts(n))
     return frozenset((name, n) for *names, n in pairs for name in names if names[1])
 
@@ -396,8 +395,8 @@ def _lent(layout: Layout) -> frozenset[tuple[str, int]]:
 
 
 def pricing_of(config: Config, hardware: Hardware, documents: Lengths = (), sizes: Sizes | None = None) -> Pricing:
-    """What the costs of the plan that a configuration asks for depend on. Without `documents` each sequence is one."""
-    model, held, sharing = models_of(config)
+    """What the costs of a configuration's plan depend on. Without `documents` each sequence is one document."""
+    model, rank_model, sharing = models_of(config)
     return Pricing(
         model=model,
         layout=layout_of(config),
@@ -407,7 +406,7 @@ def pricing_of(config: Config, hardware: Hardware, documents: Lengths = (), size
         hardware=hardware,
         dtype_bytes=config.element_bytes,
         documents=documents,
-        held=held,
+        rank_model=rank_model,
         sharing=sharing,
         wire_bytes=config.wire_bytes,
         averages_bytes=2 if config.precision.averages == "bf16" else 4,
@@ -426,9 +425,9 @@ def fp8_of(config: Config) -> Fp8 | None:
 
 
 def costs_of(config: Config, hardware: Hardware, documents: Lengths = (), sizes: Sizes | None = None) -> CostTable:
-    """What every op of the plan costs on that hardware: on the imitated network, if the transport is the slow one.
+    """The costs of every op of a plan on given hardware, and on the emulated network of the slow transport.
 
-    Without `documents` each sequence is one.
+    Without `documents` each sequence is one document.
     """
     costs, layout = pricing_of(config, hardware, documents, sizes).costs(), layout_of(config)
     table, rates = dict(costs.table), at_clock(hardware, costs.clock) if costs.clock else hardware
@@ -439,22 +438,22 @@ def costs_of(config: Config, hardware: Hardware, documents: Lengths = (), sizes:
         _place_rows(table, config, layout)
     if config.plan.pieces > 1:
         _cut_loss(table, config, rates)
-    for part, layer in layout.offloaded:  # what forwards keep goes to the host's memory and back
+    for part, layer in layout.offloaded:  # saved tensors go to host memory and back
         saved = table["fwd", part, layout.kinds[layer]].saved_bytes
-        away = OpCost(hardware.host.seconds(saved), wire_bytes=saved, output_bytes=saved)
-        table |= {(verb, part, layout.kinds[layer]): away for verb in HOST}
+        transfer = OpCost(hardware.host.seconds(saved), wire_bytes=saved, output_bytes=saved)
+        table |= {(verb, part, layout.kinds[layer]): transfer for verb in HOST}
     links = config.train.slow_links() if config.train.transport == "slow" else {}
     for key, cost in table.items():
-        if cost.wire_bytes and (purpose := carried_by(key, layout)) in links:
+        if cost.wire_bytes and (purpose := purpose_of(key, layout)) in links:
             latency, bandwidth = links[purpose]
             table[key] = replace(cost, seconds=cost.seconds + latency + cost.wire_bytes / bandwidth)
     return replace(costs, table=table)
 
 
 def _sum_over_replicas(table: dict[CostKey, OpCost], config: Config, hardware: Hardware) -> None:
-    """Add what sums a step's gradients over replicas of the weights, in fp32.
+    """Add the sum of a step's gradients over replicas of the weights, in fp32.
 
-    That is once a step: a unit's reduce in the last microbatch does both.
+    It happens once a step: a unit's reduce in the last microbatch includes it.
     """
     link, replicas = hardware.link("replicas"), config.mesh.replicas
     for key, cost in table.items():
@@ -465,20 +464,20 @@ def _sum_over_replicas(table: dict[CostKey, OpCost], config: Config, hardware: H
 
 
 def once(cost: OpCost, each: Mapping[Purpose, float]) -> float:
-    """Seconds in which a rank's adapter is busy once a step, from those for each byte of a purpose."""
+    """Seconds per step that a rank's adapter needs for once-a-step transfers, given seconds per byte by purpose."""
     return cost.once_bytes * each.get("replicas", 0.0)
 
 
 def _place_rows(table: dict[CostKey, OpCost], config: Config, layout: Layout) -> None:
-    """Rows arrive where products read them, with more room than they fill where no host counts them.
+    """Make rows arrive where products read them, with extra room if no host counts them.
 
-    Experts keep no rows of their own then, nor gradients of them: the exchange's buffers serve instead. What is not
-    filled takes no time.
+    Experts then keep neither rows nor gradients of rows of their own: the exchange's buffers serve instead. Unfilled
+    room takes no time.
     """
     rows = rows_evenly(config) * config.model.hidden * config.element_bytes
     times = rows_allowed(config) / rows_evenly(config) if layout.uncounted else 1.0
     for kind in layout.layer_types:
-        kept: dict[tuple[str, str], int] = {}  # op -> how often it would have kept the rows
+        kept: dict[tuple[str, str], int] = {}  # op -> copies of the rows that it would have kept
         for part in kind.parts:
             if part.way == "out":
                 reader = kind.readers[part.name][0]
@@ -496,10 +495,10 @@ def _place_rows(table: dict[CostKey, OpCost], config: Config, layout: Layout) ->
 
 
 def _cut_loss(table: dict[CostKey, OpCost], config: Config, rates: Hardware) -> None:
-    """Tokens go through the head in pieces. See `layers/vocabulary.py`.
+    """Run tokens through the head in pieces. See `layers/vocabulary.py`.
 
-    Backward makes logits and reads them once more, and has the product of the weight gradient, which it keeps in fp32.
-    What a piece takes inside of an op counts as kept.
+    Backward recomputes logits and reads them once more, and includes the product of the weight gradient, which it keeps
+    in fp32. A piece's temporary memory counts as saved.
     """
     m = config.model
     logits, weights = config.tokens * m.vocab * config.element_bytes, m.vocab * m.hidden
@@ -515,8 +514,8 @@ def _cut_loss(table: dict[CostKey, OpCost], config: Config, rates: Hardware) -> 
     table["wgrad", "head", ""] = replace(wgrad, seconds=seconds, flops=0.0, memory_bytes=moved)
 
 
-def carried_by(key: CostKey, layout: Layout) -> Purpose | None:
-    """What the group is for that an op communicates on; None for compute."""
+def purpose_of(key: CostKey, layout: Layout) -> Purpose | None:
+    """The purpose of the group that an op communicates on; None for compute."""
     verb, part, kind = key
     match verb, part:
         case "recv", "act":
@@ -531,26 +530,25 @@ def carried_by(key: CostKey, layout: Layout) -> Purpose | None:
 
 # ------------------------------------------------------------------------------------------------------------ overheads
 #
-# What slows a step down beyond the costs of its ops, as far as the kind of hardware says it: contention and the host.
+# Overheads slow a step down beyond the costs of its ops, depending on the hardware: contention and the host.
 #
-# Contention. NCCL's kernels hold processors, copy engines hold none; both move bytes through memory and links, which
-# takes of the bandwidth and of the power that compute has. So do updates beside forwards. The host. It issues a step op
-# by op, if the step is not replayed as a graph, and waits for the counts of rows that it has to know. Note: [What the
-# simulator believes] in `simulate.py` says what the simulator makes of it.
+# Contention. NCCL's kernels take SMs, copy engines take none; both move bytes through memory and links, which takes
+# bandwidth and power from compute. So do updates that overlap forwards. The host. It issues a step op by op, unless
+# the step is replayed as a graph, and waits for the counts of rows if it has to know them. Note: [What the simulator
+# believes] in `simulate.py` explains how the simulator uses these.
 
 
 def overheads_of(config: Config, hardware: Hardware, ops: Iterable[CostKey]) -> Overheads:
     """The overheads of a step of these ops.
 
-    In a replay no op waits for the host, so only contention is left. With the null transport nothing is moved beside
-    compute.
+    In a replay no op waits for the host, so only contention remains. The null transport moves nothing.
     """
     issue = dict.fromkeys(ops, seconds) if (seconds := issued(config, hardware)) and config.plan.graphs != "on" else {}
     return Overheads(_contention(config, hardware), issue, hardware.counts if issue else None)
 
 
 def issued(config: Config, hardware: Hardware) -> float:
-    """Seconds in which the host issues one op."""
+    """Seconds that the host needs to issue one op."""
     return hardware.issue * (ISSUED if config.precision.compute == "fp8" else 1)
 
 
@@ -564,22 +562,22 @@ def _contention(config: Config, hardware: Hardware) -> Mapping[Kind, float]:
 
 
 def _copied(config: Config, purpose: Purpose) -> bool:
-    """Whether copy engines move the bytes of these groups. Rows that devices place are stored by kernels."""
+    """Whether copy engines move the bytes of these groups. Kernels store rows that devices place."""
     stored = purpose == "a2a" and config.overlap.ep.splits == "device"
     return purpose in COPIED.get(config.train.transport, ()) and not stored
 
 
-# --------------------------------------------------------------------------------------------------------------- varied
+# --------------------------------------------------------------------------------------------------- costs of documents
 #
-# Costs of ops where documents share sequences, and so of microbatches whose attention differs.
+# Costs of ops in packed sequences, where microbatches differ in their attention.
 
 
 @dataclass(frozen=True)
-class Varied(CostTable):
-    """Costs where each microbatch has documents of its own. Memory does not depend on them. Made by `varied`."""
+class PackedCosts(CostTable):
+    """Costs in which each microbatch has its own documents. Memory does not depend on them."""
 
     microbatches: Sequence[CostTable] = ()
-    """Of each."""
+    """One table per microbatch."""
 
     def of(self, op: Op) -> OpCost:
         known = super().of(op)
@@ -588,10 +586,10 @@ class Varied(CostTable):
         return replace(known, seconds=self.microbatches[op.microbatch].of(op).seconds)
 
 
-def varied(whole: CostTable, config: Config, hardware: Hardware, documents: Sequence[Lengths]) -> Varied:
-    """The costs of microbatches with these documents, beside `whole`, which are those of whole sequences.
+def packed_costs(whole: CostTable, config: Config, hardware: Hardware, documents: Sequence[Lengths]) -> PackedCosts:
+    """The costs of microbatches with these documents. `whole` has the costs of whole sequences.
 
-    All run at the clock of documents as they are on average: see Note: [Power sets the clock].
+    All run at the clock for the average document: see Note: [Power sets the clock].
     """
     clock, base, rates = pricing_of(config, hardware, merged(documents)).clock, whole, hardware
     if clock:
@@ -599,4 +597,4 @@ def varied(whole: CostTable, config: Config, hardware: Hardware, documents: Sequ
         base = replace(costs_of(config, rates), clock=clock)
     each = {lengths: costs_of(config, rates, documents=lengths) for lengths in dict.fromkeys(documents)}
     same: dict[str, Any] = {field.name: getattr(base, field.name) for field in fields(CostTable)}
-    return Varied(**same, microbatches=[each[lengths] for lengths in documents])
+    return PackedCosts(**same, microbatches=[each[lengths] for lengths in documents])

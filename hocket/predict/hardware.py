@@ -1,5 +1,5 @@
-"""What ops are priced for: the rates that one rank reaches, as measured or as its power allows, and the links of a
-group, on one host or between hosts.
+"""The hardware that ops are priced for: the rates of one rank, measured or limited by power, and the links of groups,
+on one host or between hosts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hocket.typed import read
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one kind of communication can use: seconds of latency, bytes per second of one rank."""
+    """A link as one kind of communication sees it: seconds of latency, bytes per second of one rank."""
 
     latency: float
     bandwidth: float
@@ -36,57 +36,57 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Rates that one rank reaches on layer-sized work, per second, and the links between ranks."""
+    """Rates per second that one rank reaches on layer-sized work, and the links between ranks."""
 
     name: str
     origin: str
-    """Where its figures come from, in words."""
+    """The source of its figures, in words."""
     peak_flops: float
     """Data-sheet rate of dense matmuls: the denominator of MFU."""
     gemm_flops: float
-    """Rate of matmuls, of experts too, at the full clock, beside what they read and write."""
+    """Rate of matmuls, of experts too, at the full clock, without the time of their reads and writes."""
     attention_fwd_flops: float
     attention_bwd_flops: float
     memory_bandwidth: float
-    """Bytes read and written together, by copies."""
+    """Rate of copies, counting bytes read and bytes written."""
     kernel_bandwidth: float
-    """The same by kernels between matmuls."""
+    """The same for kernels other than matmuls."""
     links: Mapping[Kind | Purpose, Link]
-    """Of every kind of communication, and of groups for a purpose that have another one: see `on_hosts`."""
+    """Link of every kind of communication, and of purposes whose groups have another one: see `on_hosts`."""
     gap: float
     """Seconds of every compute op in which its kernels start and end."""
     routing: float = 0.0
-    """Seconds in which a MoE layer's experts are chosen, in each direction: many small kernels."""
+    """Seconds to choose the experts in a MoE layer, in each direction: many small kernels."""
     clock: float = 0.0
     """The full clock in Hz; 0: no limit of power is known."""
     power: float = 0.0
-    """FLOP/s times the clock's square at which a rank draws all the power it may. See Note: [Power sets the clock]."""
+    """FLOP/s times the clock's square at the power limit of a rank. See Note: [Power sets the clock]."""
     beside_kernels: float = 0.0
-    """By how much longer compute takes while NCCL's kernels, or kernels that store rows, communicate beside it."""
+    """Relative slowdown of compute while NCCL's kernels, or kernels that store rows, communicate."""
     beside_copies: float = 0.0
-    """The same while copy engines do."""
+    """The same while copy engines communicate."""
     beside_updates: float = 0.0
-    """The same while weights are updated beside it."""
+    """The same while weights are updated."""
     issue: float = 0.0
-    """Seconds in which the host issues one op, its kernels and its collectives; 0: to issue an op is to do it."""
+    """Seconds to issue one op on the host, with its kernels and collectives; 0: issuing an op executes it."""
     counts: float = 0.0
-    """Seconds from the start of a dispatch until a host that has to know the rows' counts goes on."""
+    """Seconds from the start of a dispatch until a host that needs the rows' counts continues."""
     memory: int = 0
-    """Bytes that one rank can use; 0 means not known."""
+    """Bytes that one rank can use; 0 means unknown."""
     copies: Link = Link(0.0, 1e12)
-    """Of pieces of tokens that copy engines move between tensor-parallel ranks."""
+    """Link for pieces of tokens that copy engines move between tensor-parallel ranks."""
     host: Link = Link(0.0, 1e12)
-    """To the memory of a rank's host and back, one direction, from memory that the system may not move."""
+    """Link to the memory of a rank's host, one direction, from pinned memory."""
     processors: int = 0
-    """Tiles of a matmul that are computed at a time; 0 means that its time is in proportion to its size."""
+    """Matmul tiles that are computed at a time; 0 means that a matmul's time is proportional to its size."""
     wave_flops: float = 0.0
-    """Rate of the matmuls of tensor-parallel ranks, whose pieces keep all processors busy."""
+    """Rate of the matmuls of tensor-parallel ranks, whose pieces keep all SMs busy."""
     formulas: Formulas = STOCK
-    """What computes beside matmuls: torch's operations, or kernels."""
+    """The implementation of operations other than matmuls: torch's, or fused kernels."""
 
     def link(self, purpose: Purpose) -> Link:
-        """What the groups of a purpose use."""
-        kind = "gather" if purpose == "cp" else KIND_OF_GROUPS[purpose]  # keys and values travel as weights do
+        """The link that the groups of a purpose use."""
+        kind = "gather" if purpose == "cp" else KIND_OF_GROUPS[purpose]  # keys and values move like weights
         return self.links.get(purpose) or self.links[kind]
 
 
@@ -95,7 +95,7 @@ KIND_OF_GROUPS: Mapping[Purpose, Kind] = {
     "replicas": "reduce", "a2a": "a2a", "tp": "tp", "cp": "cp",
     "pp_fwd": "pp", "pp_bwd": "pp", "control": "reduce",
 }  # fmt: skip
-"""What their communication is like."""
+"""The kind of communication that groups of a purpose do."""
 
 
 H200 = Hardware(
@@ -131,23 +131,23 @@ H200 = Hardware(
     formulas=FUSED,
 )
 """One H200 of an 8-GPU NVLink host, torch 2.11.0, NCCL 2.28.9, multicast off. `peak_flops` is the data sheet's dense
-bf16 rate, `clock` the full one.
+bf16 rate, `clock` the full clock.
 
-Compute. Rates are those of the full clock: matmuls reach 87 % of what tensor cores could do at the clock that they run
-at, and attention as in traces of Qwen3-30B-A3B without communication (overlap_trace_expert_parallel_long.json), as
-kernels.json has it; `kernel_bandwidth` is the median of the kernels there, 87 % of a copy's `memory_bandwidth`;
-`routing` is in the same traces, and `gap`, in which some ten kernels start and end, is what bounds take besides.
-`power` is the median of bounds. What is predicted with all this stands beside what was measured in docs/benchmarks.md.
+Compute. Rates are at the full clock: matmuls reach 87 % of the tensor cores' peak at the clock that they run at, and
+attention its rate in traces of Qwen3-30B-A3B without communication (overlap_trace_expert_parallel_long.json), as in
+kernels.json; `kernel_bandwidth` is the median of the kernels there, 87 % of a copy's `memory_bandwidth`; `routing` is
+from the same traces, and `gap`, in which some ten kernels start and end, is the remaining time of bounds. `power` is
+the median of bounds. docs/benchmarks.md compares the predictions with measurements.
 
-Beside communication. `beside_kernels` and `beside_copies`: products beside gathers and reductions of their weights
-(copy_engine.json) and the layers of a MoE beside its all-to-alls take 0.36 to 0.46 and 0.18 to 0.22 longer for the time
-that those last. `beside_updates`: forwards that could have hidden 27 ms of updates made a step 1 to 2 ms shorter
-(expert_adamw.json), so beside updates they get on at a ninth of their speed. `issue` is 0.40 to 0.58 ms on hosts of
-H200s, `counts` that of calibration.json.
+Contention. `beside_kernels` and `beside_copies`: products that overlap gathers and reductions of their weights
+(copy_engine.json), and MoE layers that overlap their all-to-alls, take 0.36 to 0.46 and 0.18 to 0.22 longer for the
+duration of the communication. `beside_updates`: forwards that could have hidden 27 ms of updates made a step 1 to 2 ms
+shorter (expert_adamw.json), so during updates they run at a ninth of their speed. `issue` is 0.40 to 0.58 ms on hosts
+of H200s, `counts` that of calibration.json.
 
 Links are fits of latency and bandwidth to 1 MB .. 1 GB (within 12 %), for pp to ring sends of 16 and 256 MB, for tp,
 whose collectives follow each other closely, to 50 and 100 MB of four ranks, and `copies` to pieces of 17 and 34 MB
-beside their products; `wave_flops` is the median of what products alone reach there."""
+concurrent with their products; `wave_flops` is the median rate of those products alone."""
 
 LAPTOP = Hardware(
     name="laptop",
@@ -163,29 +163,29 @@ LAPTOP = Hardware(
     copies=Link(2e-3, 0.7e9),
     host=Link(0.0, 20e9),
 )
-"""One of four single-threaded processes that share two CPU cores, talking over gloo. Rounded from one measurement:
-matmuls of 512x128x384, all-to-alls of 3 KB .. 3 MB. `peak_flops` is the matmul rate: there is no data sheet. Other CPUs
-and processes with more threads reach other rates, so runs on CPUs have no MFU."""
+"""One of four single-threaded processes that share two CPU cores and communicate over gloo. Rounded from one
+measurement: matmuls of 512x128x384, all-to-alls of 3 KB .. 3 MB. `peak_flops` is the matmul rate: there is no data
+sheet. Other CPUs, and processes with more threads, reach other rates, so runs on CPUs have no MFU."""
 
 SCALED = "scaled from its data sheet by what an H200 reaches of its own"
-"""Of every GPU but the H200.
+"""Origin of every GPU but the H200.
 
 Note: [Scaled from the data sheet]
 The H200 and the laptop were measured. All other GPUs are the H200 with figures of their data sheets (`gpus.py`):
 
-    matmuls, attention    the H200's share of what processors can do at the full clock
+    matmuls, attention    the H200's share of the SMs' peak at the full clock
     power                 the H200's share of the data sheet's clock, under a load of matmuls alone
     memory                the H200's share of bandwidth and of bytes
-    links                 the H200's share of one direction; without a switch, that to one peer for p2p transfers and
+    links                 the H200's share of one direction; without a switch, pp and copies use the link to a peer
     host                  the H200's share of PCIe, or of the link to the processor on the same module
-    copies all else              as on the H200: latencies, gaps, the host's time, contention
+    all else              as on the H200: latencies, gaps, the host's time, contention
 
-Kernels, attention and libraries of other architectures reach other shares, so these are guesses until somebody
-measures: `hocket doctor --measure` (`MeasuredHardware`)."""
+Kernels, attention and libraries reach other shares on other architectures, so these are guesses until they are
+measured: `hocket doctor --measure` (`MeasuredHardware`)."""
 
 
 def scaled(name: GpuName) -> Hardware:
-    """A GPU that nobody has measured here. See Note: [Scaled from the data sheet]."""
+    """A GPU without measurements. See Note: [Scaled from the data sheet]."""
     gpu, base = GPUS[name], GPUS["h200"]
     cycles = gpu.processors * gpu.cycle / (base.processors * base.cycle)
     rate = cycles * gpu.full_clock / base.full_clock
@@ -221,41 +221,41 @@ HARDWARE: Mapping[str, Hardware] = {
     **{name: H200 if name == "h200" else scaled(name) for name in GPUS},
     "laptop": LAPTOP,
 }
-"""What plans and predictions can be for, by the values of `hardware.gpu`."""
+"""The hardware for plans and predictions, by the values of `hardware.gpu`."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- clock
 #
-# How fast a GPU's clock runs while it computes a step: as fast as its power allows.
+# The clock of a GPU during a step is the highest that its power limit allows.
 #
 # Note: [Power sets the clock]
-# Matmuls and attention keep to the clock, kernels between them to the memory. A rank that draws as much power as it may
-# runs at a lower clock than the full one. Drawn power grows with the voltage's square, the voltage with the clock, and
-# what is drawn beside that is mostly what is computed: so at the limit
+# Matmuls and attention scale with the clock, other kernels with memory bandwidth. A rank at its power limit runs below
+# its full clock. Power grows with the voltage's square, the voltage grows with the clock, and the rest of the power is
+# mostly proportional to arithmetic. So at the limit
 #
 #     (FLOP/s of matmuls + 0.8 FLOP/s of attention) * clock^2 = a constant of the kind of GPU
 #
-# On an H200 at 700 W that was 1.15 to 1.52e33 for the bounds of `hocket bench` that kept to that limit, of dense models
-# at 1.50 GHz as of MoEs at 1.78 GHz (clock and power stand in benchmarks/results). A step with less to multiply runs
-# its matmuls at a higher clock. Attention draws less for a FLOP: sequences of 131,072 tokens, most of whose FLOPs are
-# attention's, ran at 1.73 GHz. What communication draws is in its contention (`overheads_of` in `cost.py`).
+# On an H200 at 700 W that was 1.15 to 1.52e33 for the bounds of `hocket bench` at the power limit, for dense models at
+# 1.50 GHz and for MoEs at 1.78 GHz (clock and power are in benchmarks/results). A step with fewer FLOPs runs its
+# matmuls at a higher clock. Attention draws less power per FLOP: sequences of 131,072 tokens, whose FLOPs are mostly
+# attention's, ran at 1.73 GHz. The power of communication is part of its contention (`overheads_of` in `cost.py`).
 #
-# A GPU takes far longer than an op to change its clock. So one clock holds for a whole step, that of all ops of a
-# microbatch one after the other; bubbles, in which a GPU cools, are left out.
+# A GPU takes far longer than an op to change its clock. So one clock holds for a whole step, computed from all ops of a
+# microbatch in sequence; bubbles, in which a GPU cools, are left out.
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What compute does: seconds at the full clock that keep to the clock, and others; FLOPs."""
+    """Work of compute ops: seconds that scale with the clock (given at the full clock), other seconds, and FLOPs."""
 
     clocked: float
     others: float
     flops: float
-    """Of matmuls in bf16 that draw as much power."""
+    """In units of bf16 matmul FLOPs that draw the same power."""
 
 
 def clock_of(hardware: Hardware, works: Iterable[Work]) -> float:
-    """The clock in Hz at which a rank does such works in turns, to within 1e-6."""
+    """The clock in Hz at which a rank runs these works in turn, to within 1e-6."""
     parts = list(works)
     clocked, others, flops = (sum(part) for part in zip(*((w.clocked, w.others, w.flops) for w in parts), strict=True))
     low, high = 0.0, hardware.clock
@@ -269,7 +269,7 @@ def clock_of(hardware: Hardware, works: Iterable[Work]) -> float:
 
 
 def at_clock(hardware: Hardware, clock: float) -> Hardware:
-    """The hardware with the rates of that clock. Its prices then are those of a GPU that knows no limit."""
+    """The hardware with the rates of that clock, and no further power limit."""
     share = clock / hardware.clock
     return replace(
         hardware,
@@ -282,29 +282,29 @@ def at_clock(hardware: Hardware, clock: float) -> Hardware:
 
 # ---------------------------------------------------------------------------------------------------- measured hardware
 #
-# Rates that were measured on a host's own GPUs and kept in a file: what takes the place of the table's.
+# Rates measured on a host's own GPUs and stored in a file: they replace the table's.
 
 
 VERSION = 1
-"""Of the file."""
+"""Version of the file."""
 RATES = ("gemm_flops", "attention_fwd_flops", "attention_bwd_flops", "memory_bandwidth", "kernel_bandwidth")
-"""Fields of `Hardware` that are measured. At the clock that a long load leaves, so no limit of power is asked for."""
+"""Fields of `Hardware` that are measured, at the clock of a long load, so that no power limit is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredHardware:
-    """What `hocket doctor --measure` found, of one rank and between the ranks of one host."""
+    """The results of `hocket doctor --measure`: of one rank, and between the ranks of one host."""
 
     device: str
-    """The GPU's name in the driver's words."""
+    """The GPU's name as the driver spells it."""
     gpu: GpuName
-    """The table's GPU whose other figures are kept."""
+    """The table's GPU that supplies all other figures."""
     gpus: int
-    """On which links were measured."""
+    """Number of GPUs on which links were measured."""
     date: str
     versions: Mapping[str, str]
     rates: Mapping[str, float]
-    """Per second, by the name of the field of `Hardware`."""
+    """Per second, by field of `Hardware`."""
     links: Mapping[str, tuple[float, float]]
     """Kind of communication -> seconds of latency, bytes per second."""
 
@@ -324,7 +324,7 @@ class MeasuredHardware:
 
 @cache
 def read_measured(path: str) -> MeasuredHardware:
-    """What a file says. Raises ValueError if it cannot be read or is no such file."""
+    """Read a file of measurements. Raises ValueError if it cannot be read or is another kind of file."""
     try:
         fields = json_in(path)
         if not isinstance(fields, dict) or fields.pop("version", None) != VERSION:
@@ -341,69 +341,69 @@ def read_measured(path: str) -> MeasuredHardware:
     return found
 
 
-def kept_file(device: str) -> Path:
-    """Where the rates of a GPU are kept, by its name in the driver's words."""
+def measured_file(device: str) -> Path:
+    """The file for the measured rates of a GPU, by its name in the driver's words."""
     name = "".join(letter if letter.isalnum() else "-" for letter in device.lower())
     return Path.home() / ".cache" / "hocket" / f"hardware-{name}.json"
 
 
 # -------------------------------------------------------------------------------------------------------------- network
 #
-# What groups can use whose ranks are on several hosts: where ranks are, and links that go through adapters.
+# Links of groups whose ranks are on several hosts and communicate through network adapters.
 #
 # Note: [Links between hosts]
-# Each rank has an adapter of its own, which sends and receives at the rate of `network.link`; hosts are joined by a
-# network that holds nobody up. A group has n ranks on h hosts, r of them on the host that has the fewest. With a link
-# of one host of bandwidth B and an adapter of bandwidth A, the links of groups that are on several hosts are
+# Each rank has its own adapter, which sends and receives at the rate of `network.link`; the network between hosts has
+# no bottleneck. A group has n ranks on h hosts, r of them on the host with the fewest. With a link of one host of
+# bandwidth B and an adapter of bandwidth A, the links of groups on several hosts are
 #
 #     gathers, reduces, tokens    bandwidth min(B, r A)                   h - 1 crossings, n - (ranks of a host) steps
 #     all-to-all                  bandwidth min(B, A (n-1) / (n-r))       h - 1 crossings
 #     sum over replicas           bandwidth min(B, r A)                   h - 1 crossings, n - (ranks of a host) steps
-#     pipeline p2p transfer                bandwidth min(B, A)                     1 crossing
+#     pipeline p2p transfer       bandwidth min(B, A)                     1 crossing
 #     sum of one number           bandwidth min(B, r A)                   2 log2(h) crossings
 #
 # NCCL gathers and reduces in rings that pass each host once, and each ring leaves a host through another adapter. So
-# the (n - 1) / n of all bytes that every rank gets, the factor of `busbw` in nccl-tests, come to a host through the
-# adapters of all the group's ranks there together. In an all-to-all nothing is passed on: what n - r of n - 1 peers
-# send has to come in through a rank's own adapter. (NCCL's authors expect no more of it than one adapter carries:
-# nccl-tests, issue 267 on GitHub.)
+# the (n - 1) / n of all bytes that every rank gets (the `busbw` factor of nccl-tests) enter a host through the adapters
+# of all the group's ranks on it together. An all-to-all forwards nothing: what n - r of n - 1 peers send has to enter
+# through a rank's own adapter. (NCCL's authors expect no more of it than one adapter carries: nccl-tests, issue 267 on
+# GitHub.)
 #
-# A crossing takes the time of `network.link` longer than a step inside of a host, and a ring of more ranks than a host
-# has takes more steps. Both are NCCL's own model of a ring in its protocol for large messages (src/graph/tuning.cc):
-# 3.4 us for a step on NVLink, some 10 us more for one through the network; small sums go up a tree of hosts and down.
-# NVLink SHARP and trees for large sums are left out, and so is that groups of one rank on different lanes share its
-# adapter: how long it is busy in all is told beside a prediction (`adapter_times`).
+# A crossing takes the latency of `network.link` longer than a step inside of a host, and a ring over several hosts
+# takes more steps. Both are NCCL's own model of a ring in its protocol for large messages (src/graph/tuning.cc): 3.4 us
+# for a step on NVLink, some 10 us more for one through the network; small sums use a tree of hosts, up and down. NVLink
+# SHARP and trees for large sums are not modelled. Neither is the sharing of a rank's adapter by groups on different
+# lanes: predictions report how long it is busy in all (`adapter_times`).
 #
-# Of all groups for a purpose the one that is spread widest is what is priced, for all ranks: none is quicker than that.
+# The price of a purpose is that of its widest group, for all ranks: no other group takes longer.
 
 
 BANDWIDTH, LATENCY = "48GB/s", "10us"
-"""What is taken for granted of a network that nobody has described: one adapter of 400 Gb/s for each GPU, as DGX H100
-and H200 have them (NVIDIA's user guide), of which NCCL should reach 46 to 49 GB/s (nccl-tests, issues 267 and 290 on
-GitHub); and see Note: [Links between hosts]."""
+"""The default for an undescribed network: one adapter of 400 Gb/s per GPU, as in DGX H100 and H200 (NVIDIA's user
+guide), of which NCCL should reach 46 to 49 GB/s (nccl-tests, issues 267 and 290 on GitHub); see Note: [Links between
+hosts]."""
 STEP = 3.4e-6
-"""Seconds of one more step of a ring inside of a host."""
+"""Seconds of an additional ring step inside of a host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How the groups for a purpose lie on hosts, of the group that is spread widest."""
+    """How the widest group of a purpose spreads over hosts."""
 
     ranks: int
     hosts: int
-    """On which the group has ranks."""
+    """Number of hosts with ranks of the group."""
     fewest: int
-    """Its ranks on the host that has the fewest of them."""
+    """Its ranks on the host with the fewest of them."""
 
 
 @cache
 def spread_of(mesh: MeshConfig, purpose: Purpose, ranks_per_host: int) -> Spread:
-    """How the groups for a purpose lie on hosts with neighbouring ranks."""
+    """How the widest group of a purpose spreads over hosts, whose ranks are consecutive."""
     members, starts = mesh.grid(purpose)
     if mesh.world <= ranks_per_host:
         size = math.prod(count for count, _ in members)
         return Spread(size, 1, size)
-    begins = {0}  # groups that begin at the same place of a host lie on hosts in the same way
+    begins = {0}  # groups that start at the same offset in a host spread alike
     for count, stride in starts:
         ahead = {i * stride % ranks_per_host for i in range(min(count, ranks_per_host))}
         begins = {(begin + more) % ranks_per_host for begin in begins for more in ahead}
@@ -413,12 +413,12 @@ def spread_of(mesh: MeshConfig, purpose: Purpose, ranks_per_host: int) -> Spread
 
 
 def hosts_of(c: Config) -> int:
-    """On how many hosts the ranks are; one while that is open."""
+    """Number of hosts of the ranks; one while that is open."""
     return max(1, c.mesh.world // (c.network.given or c.mesh.world))
 
 
-def crossing(c: Config) -> Mapping[Purpose, Spread]:
-    """The purposes of groups that have ranks on several hosts."""
+def across_hosts(c: Config) -> Mapping[Purpose, Spread]:
+    """The purposes whose groups span several hosts."""
     if hosts_of(c) == 1:
         return {}
     spreads = ((purpose, spread_of(c.mesh, purpose, c.network.given)) for purpose in PURPOSES)
@@ -426,8 +426,8 @@ def crossing(c: Config) -> Mapping[Purpose, Spread]:
 
 
 def on_hosts(hardware: Hardware, c: Config) -> Hardware:
-    """The hardware with the links of groups that have ranks on several hosts. See Note: [Links between hosts]."""
-    wide = crossing(c)
+    """The hardware with the links of groups that span several hosts. See Note: [Links between hosts]."""
+    wide = across_hosts(c)
     if not wide:
         return hardware
     links = {purpose: _link(c, purpose, hardware.link(purpose), spread) for purpose, spread in wide.items()}
@@ -436,9 +436,9 @@ def on_hosts(hardware: Hardware, c: Config) -> Hardware:
 
 
 def hardware_of(config: Config) -> Hardware:
-    """The hardware to predict for, with the links between its hosts.
+    """The hardware that predictions assume, with the links between its hosts.
 
-    While `hardware.gpu` is open it is what fits the dtype of the run.
+    While `hardware.gpu` is open, the run's dtype decides.
     """
     name = config.hardware.gpu
     if name == "auto":
@@ -454,18 +454,18 @@ def hardware_of(config: Config) -> Hardware:
 
 
 def _is_exchange(c: Config, purpose: Purpose) -> bool:
-    """Whether each rank of a group has something else for each of the others."""
+    """Whether each rank sends different data to each of the others."""
     return purpose == "a2a" or (purpose == "cp" and c.overlap.cp.method == "heads")
 
 
 def _link(c: Config, purpose: Purpose, link: Link, spread: Spread) -> Link:
-    adapter, late = _described(c)
-    adapters, crossings, steps = _through(c, purpose, spread)
-    return Link(link.latency + crossings * late + steps * STEP, min(link.bandwidth, adapters * adapter))
+    bandwidth, latency = _adapter(c)
+    adapters, crossings, steps = _path(c, purpose, spread)
+    return Link(link.latency + crossings * latency + steps * STEP, min(link.bandwidth, adapters * bandwidth))
 
 
-def _through(c: Config, purpose: Purpose, spread: Spread) -> tuple[float, int, int]:
-    """A row of the table in Note: [Links between hosts]: (adapters that bring what one rank gets, crossings, steps)."""
+def _path(c: Config, purpose: Purpose, spread: Spread) -> tuple[float, int, int]:
+    """A row of the table in Note: [Links between hosts]: (adapters per rank that carry its data, crossings, steps)."""
     if _is_exchange(c, purpose):
         return (spread.ranks - 1) / (spread.ranks - spread.fewest), spread.hosts - 1, 0
     if purpose in ("pp_fwd", "pp_bwd"):
@@ -476,12 +476,12 @@ def _through(c: Config, purpose: Purpose, spread: Spread) -> tuple[float, int, i
 
 
 def adapter_times(c: Config) -> Mapping[Purpose, float]:
-    """Seconds in which a rank's own adapter is busy for each byte that the rank gets, by purpose; empty on one host."""
-    adapter, _ = _described(c)
-    return {purpose: 1 / (_through(c, purpose, spread)[0] * adapter) for purpose, spread in crossing(c).items()}
+    """Seconds per byte received in which a rank's adapter is busy, by purpose; empty on one host."""
+    bandwidth, _ = _adapter(c)
+    return {purpose: 1 / (_path(c, purpose, spread)[0] * bandwidth) for purpose, spread in across_hosts(c).items()}
 
 
-def _described(c: Config) -> tuple[float, float]:
-    """Bandwidth and latency of an adapter, as given or taken for granted."""
-    rate, late = c.network.adapter
-    return parse_rate(rate or BANDWIDTH), parse_time(late or LATENCY)
+def _adapter(c: Config) -> tuple[float, float]:
+    """Bandwidth and latency of a network adapter, as configured or assumed."""
+    rate, latency = c.network.adapter
+    return parse_rate(rate or BANDWIDTH), parse_time(latency or LATENCY)

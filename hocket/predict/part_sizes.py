@@ -1,8 +1,8 @@
-"""Sizes of the parts of hocket's own layers, per token: weights, FLOPs, and what they move and keep.
+"""Sizes of the parts of hocket's own layers, per token: weights, FLOPs, and the elements that they move and keep.
 
-Operations beside matmuls are torch's own (`STOCK`), or one kernel each (`FUSED`). "Elements" count numbers, whatever
-their dtype. Backward moves twice as many as forward. Letters: D hidden, K top_k, E experts, S tokens of a sequence, R
-rows.
+Operations other than matmuls are torch's (`STOCK`), or one fused kernel each (`FUSED`). "Elements" count numbers,
+whatever their dtype. Backward moves twice as many as forward. Letters: D hidden, K top_k, E experts, S tokens of a
+sequence, R rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from hocket.config import ModelConfig
-from hocket.program.documents import Attending, Lengths, of_windows, slower
+from hocket.program.documents import AttentionWork, Lengths, of_windows, slower
 from hocket.program.documents import keys as keys_met
 from hocket.program.ops import Layout
 from hocket.program.parts import END_UNITS, Mixer, Part, Unit
@@ -25,35 +25,35 @@ class PartSize:
     """One part of one layer, or embed or head. All but `weights` are elements (or FLOPs) per token."""
 
     gemm: int = 0
-    """Weights of ordinary matmuls that a token meets."""
+    """Weights of ordinary matmuls that a token uses."""
     grouped: int = 0
-    """Weights of its experts that a token meets."""
+    """Weights of experts that a token uses."""
     weights: int = 0
     """Weights of the part on one expert-parallel rank."""
     rows: int = 0
-    """Elements that its matmuls read and write beside weights, in each direction."""
+    """Elements other than weights that its matmuls read and write, in each direction."""
     casts: int = 0
-    """Elements of their inputs that a cast reads, if they run in fp8, forward; about as many backward."""
+    """Input elements that casts read in forward, if its matmuls run in fp8; about as many in backward."""
     core: int = 0
     """FLOPs of the attention core, forward."""
     masked: int = 0
-    """FLOPs that the core does and then masks, forward: blocks on the diagonal are computed whole."""
+    """FLOPs that the core computes and then masks, forward: blocks on the diagonal are computed whole."""
     traffic: int = 0
     """Elements read and written outside matmuls, forward."""
     back: int = 0
-    """Those backward, beyond twice as many."""
+    """Additional elements in backward, beyond twice as many."""
     routes: int = 0
     """How often experts are chosen, in each direction."""
     output: int = 0
-    """Elements of the value that fwd produces."""
+    """Elements of fwd's output."""
     grad: int = 0
-    """Elements of the value that bwd produces."""
+    """Elements of bwd's output."""
     saved: int = 0
-    """Elements that fwd keeps for bwd, its input included."""
+    """Elements that fwd keeps for bwd, including its input."""
     lent: int = 0
-    """Of these, elements of what is gathered for the part: what is gathered again need not be kept."""
+    """Those of `saved` that are gathered for the part: if they are gathered again, they need not be kept."""
     handed: int = 0
-    """Output elements that saved state also holds; they count in the output if the part is recomputed."""
+    """Output elements that are also in `saved`; they count as output if the part is recomputed."""
     kept: int = 0
     """Elements that bwd keeps for wgrad: inputs of matmuls and gradients of their outputs."""
 
@@ -65,7 +65,7 @@ _FIELDS = tuple(field.name for field in fields(PartSize))
 
 
 def linear(inputs: int, outputs: int, bias: bool = False, cast: bool = True) -> PartSize:
-    """A product with a weight of [outputs, inputs]. Without `cast`, what makes its input writes fp8 itself."""
+    """A product with a weight of [outputs, inputs]. Without `cast`, the kernel before it writes fp8 itself."""
     w = inputs * outputs
     return PartSize(
         gemm=w, weights=w + bias * outputs, rows=inputs + outputs, casts=cast * inputs, traffic=2 * bias * outputs
@@ -74,23 +74,23 @@ def linear(inputs: int, outputs: int, bias: bool = False, cast: bool = True) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Formulas:
-    """Elements that each formula moves forward, and keeps for its backward, for every element of its width."""
+    """Elements that each formula moves in forward, and keeps for its backward, per element of its width."""
 
     norm_traffic: int
     norm_saved: int
-    """Its input, and everything up to the scaled one that a matmul reads."""
+    """Its input, and everything up to the scaled tensor that a matmul reads."""
     norm_kept: int
     swiglu_traffic: int
-    """For every element of the inner width."""
+    """Per element of the inner width."""
     swiglu_saved: int
     weighted_saved: int
-    """More of these, where each row has a weight."""
+    """Additional ones if each row has a weight."""
     rotary_traffic: int
-    """For every element of queries and keys."""
+    """Per element of queries and keys."""
     rotary_with_norm: bool
-    """Whether the norm of each head is made on the way, from which one more tensor is saved."""
+    """Whether the norm of each head is fused with rotary positions, which saves one more tensor."""
     loss_traffic: int
-    """For every word."""
+    """Per vocabulary entry."""
     loss_saved: int
 
     def norm(self, width: int) -> PartSize:
@@ -99,9 +99,9 @@ class Formulas:
         return PartSize(weights=width, traffic=self.norm_traffic * width, saved=self.norm_saved * width, kept=kept)
 
     def swiglu(self, width: int, inner: int) -> PartSize:
-        """Values of a gated MLP but for its input, which a norm keeps.
+        """A gated MLP's values without its input, which a norm keeps.
 
-        wgrad needs gradients of gate and up, and the product with the gradient of what is made of it.
+        wgrad needs gradients of gate and up, and the product with the gradient of its output.
         """
         return PartSize(traffic=self.swiglu_traffic * inner, saved=self.swiglu_saved * inner, kept=3 * inner + width)
 
@@ -119,7 +119,7 @@ class Formulas:
         return rotary + PartSize(traffic=norm.traffic, saved=norm.saved, kept=norm.kept)
 
     def loss(self, words: int) -> PartSize:
-        """Cross-entropy of logits. Their gradient is what wgrad reads."""
+        """Cross-entropy of logits. wgrad reads their gradient."""
         return PartSize(traffic=self.loss_traffic * words, saved=self.loss_saved * words, kept=words)
 
 
@@ -133,11 +133,11 @@ FUSED = Formulas(
     norm_traffic=2, norm_saved=2, norm_kept=1, swiglu_traffic=3, swiglu_saved=3, weighted_saved=0,
     rotary_traffic=2, rotary_with_norm=True, loss_traffic=1, loss_saved=1,
 )  # fmt: skip
-"""One kernel each (`hocket/kernels/`): what is read and written once. The loss leaves its gradient in the logits."""
+"""One kernel each (`hocket/kernels/`), which reads and writes once. The loss writes its gradient over the logits."""
 
 
 def orthogonal_flops(elements: int, rows: int, columns: int) -> float:
-    """FLOPs of Muon's iteration of matrices of [rows, columns] that have so many elements together.
+    """FLOPs of Muon's iteration on matrices of [rows, columns] with `elements` elements in total.
 
     Each of five rounds multiplies a matrix of [a, b], a <= b, by itself, the square by itself, and that by the matrix:
     `4 a a b + 2 a a a` (Jordan et al. 2024).
@@ -147,20 +147,18 @@ def orthogonal_flops(elements: int, rows: int, columns: int) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------- part sizes
-#
-# The parts themselves.
 
 
 _BLOCK = 512
-"""Keys beyond the diagonal that attention computes for a query, on average, and does not use: an estimate from how its
-rate grows from 4,096 to 8,192 tokens."""
+"""Keys beyond the diagonal that attention computes for a query on average, and masks: an estimate from how its rate
+grows from 4,096 to 8,192 tokens."""
 _EDGES = 1442
-"""What `_BLOCK` counts, at both edges of a window. Timed as `attending.SLOWER`."""
+"""The same as `_BLOCK`, for both edges of a window. Timed like `attending.SLOWER`."""
 _CHUNK = 64
-"""Tokens of a chunk of a delta net's rule."""
+"""Tokens of a chunk in the delta rule."""
 _FLASH_BACK = 9
-"""Elements that kernels beside the backward of attention read and write, for each of its output: dot products of output
-and gradient (2), sums of query gradients in fp32 that are cleared and cast (5), heads that share keys summed up (2)."""
+"""Elements that kernels around the backward of attention move, per output element: dot products of output and gradient
+(2), fp32 sums of query gradients that are cleared and cast (5), sums over heads that share keys (2)."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ class Shapes:
     formulas: Formulas = STOCK
     dtype_bytes: int = 2
     documents: Lengths = ()
-    """How long documents are that share sequences; empty: each sequence is one."""
+    """Lengths of documents that share sequences; empty: each sequence is one document."""
     mixer: Mixer = "full"
 
     @cached_property
@@ -183,35 +181,35 @@ class Shapes:
 
     @property
     def width(self) -> int:
-        """Of all heads of queries."""
+        """Width of all query heads."""
         return self.model.heads * self.model.head_dim
 
     @property
     def gates(self) -> int:
-        """Of all heads."""
+        """Width of all gates."""
         return self.width if self.model.attn_gate else 0
 
     @property
     def kv(self) -> int:
-        """Of all heads of keys, or of values."""
+        """Width of all key heads, or of all value heads."""
         return self.model.kv_heads * self.model.head_dim
 
     @property
     def scale(self) -> int:
-        """Weights that the norms of heads of queries, or of keys, share."""
+        """Weights of the norm that query heads, or key heads, share."""
         return self.model.head_dim if self.model.qk_norm and self.model.qk_norm_over == "head" else 0
 
     def positions(self, width: int) -> PartSize:
-        """Rotary positions of queries, or keys, `width` elements together, and their norms: of each head, or of all."""
+        """Rotary positions of queries, or keys, `width` elements together, and norms per head or over all heads."""
         whole = self.model.qk_norm and self.model.qk_norm_over != "head"
         return self.formulas.positions(width, self.scale > 0) + (self.formulas.norm(width) if whole else PartSize())
 
     def met(self, window: int = 0) -> float:
-        """Keys that a query meets on average, with a window or without."""
+        """Keys that a query attends to on average, optionally within a window."""
         return keys_met(self.documents or ((self.seq, self.seq),), window)
 
     def core(self) -> PartSize:
-        """Products of queries and keys, and of those with values: 4 FLOPs of each width for every key that is met.
+        """Products of queries and keys, and of scores and values: 4 FLOPs per element of width and key attended to.
 
         That is half of the sequence on average, and in a window of w tokens w - w^2 / 2S: the first tokens have fewer.
         """
@@ -235,7 +233,7 @@ def head(s: Shapes) -> PartSize:
 
 
 def attention(s: Shapes) -> PartSize:
-    """Attention, or what a layer has in place of it, as in a dense layer: all of it, or what parts before it leave."""
+    """Attention, or the layer's other mixer: all of it, or with context parallelism what its other parts leave."""
     if s.layout.cp > 1:
         return _from_heads(s) if s.layout.heads else _attended(s)
     d, width, kv, gates = s.model.hidden, s.width, s.kv, s.gates
@@ -243,7 +241,7 @@ def attention(s: Shapes) -> PartSize:
         return s.formulas.norm(d) + (_latent(s) if s.model.latent else _delta(s))
     products = linear(d, width + 2 * kv + gates, s.model.qkv_bias) + linear(width, d, s.model.o_bias)
     products = replace(products, weights=products.weights + 2 * s.scale, casts=products.rows // 2)
-    # Queries and gates are taken apart; a sigmoid and a product follow.
+    # Queries and gates are split; a sigmoid and a product follow.
     kept = 2 * width + 2 * kv + gates
     rest = PartSize(traffic=3 * d + 9 * gates, saved=kept + gates, kept=kept + d, output=d, grad=d)
     return s.formulas.norm(d) + s.positions(width + kv) + products + s.core() + rest
@@ -260,7 +258,7 @@ def keys(s: Shapes) -> PartSize:
 
 
 def kv(s: Shapes) -> PartSize:
-    """Keys and values of all ranks, or of this rank's heads; gradients of its tokens'."""
+    """Keys and values of all ranks' tokens, or of this rank's heads; gradients of its own tokens' keys and values."""
     m = s.model
     if s.layout.heads:
         return PartSize(output=_own_keys(s), grad=_own_keys(s))
@@ -279,9 +277,9 @@ def queries(s: Shapes) -> PartSize:
 
 
 def _attended(s: Shapes) -> PartSize:
-    """Attention of a rank's own queries to gathered keys and values, put into order, and the residual.
+    """Attention of a rank's own queries to gathered, reordered keys and values, and the residual.
 
-    What the queries of each chunk have found is kept, and all of it in one piece.
+    It keeps the output for each chunk of queries, and the whole output once more.
     """
     if s.model.latent:
         return _latent_attended(s)
@@ -292,32 +290,32 @@ def _attended(s: Shapes) -> PartSize:
 
 
 def _own_keys(s: Shapes) -> int:
-    """Keys and values of a rank's own heads in all tokens, per token of the rank."""
+    """Keys and values of a rank's own heads for all tokens, per token of the rank."""
     return 2 * s.model.head_dim * max(s.model.kv_heads, s.layout.cp)
 
 
 def spread(s: Shapes) -> PartSize:
-    """Queries of a rank's own heads in all tokens, or what these have found: as many as of all heads in its tokens."""
+    """Queries, or outputs, of a rank's own heads for all tokens: as many as of all heads for its own tokens."""
     return PartSize(output=s.width, grad=s.width)
 
 
 def core(s: Shapes) -> PartSize:
-    """Attention of all tokens, of a rank's own heads. Rows are put into the order of sequences, and back."""
+    """Attention of all tokens, for a rank's own heads. Rows are reordered into sequences, and back."""
     width, kv = s.width, _own_keys(s)
     return s.core() + PartSize(traffic=2 * (2 * width + kv), output=width, grad=width + kv, saved=2 * width + kv)
 
 
 def _from_heads(s: Shapes) -> PartSize:
-    """The projection of what all heads have found in a rank's own tokens, and the residual."""
+    """The output projection of all heads for a rank's own tokens, and the residual."""
     d, width, gates = s.model.hidden, s.width, s.gates
     rest = PartSize(traffic=3 * d + 2 * width + 9 * gates, saved=width + gates, kept=d, output=d, grad=width + gates)
     return replace(linear(width, d, s.model.o_bias), traffic=0) + rest
 
 
 def into_heads(model: ModelConfig) -> tuple[int, int]:
-    """Inputs and outputs of the products that make heads, as one. Those of latent attention have two inputs, added.
+    """Combined inputs and outputs of the products that make heads. For latent attention, the sum of its two inputs.
 
-    Of a model with delta nets, those of the kind that most layers have.
+    In a model with delta nets, those of the majority kind of layer.
     """
     if mostly_deltas(model):
         return model.hidden, delta_made(model)
@@ -334,7 +332,7 @@ def mostly_deltas(model: ModelConfig) -> bool:
 
 
 def delta_made(model: ModelConfig) -> int:
-    """Outputs of the products that make a delta net's queries, keys, values, gates, and two numbers of each head."""
+    """Outputs of the products that make a delta net's queries, keys, values and gates, and two numbers per head."""
     keys, values = model.delta_key_heads * model.delta_key_dim, model.delta_heads * model.delta_value_dim
     return 2 * (keys + values + model.delta_heads)
 
@@ -342,8 +340,8 @@ def delta_made(model: ModelConfig) -> int:
 def _delta(s: Shapes) -> PartSize:
     """A gated delta net without its first norm.
 
-    The core is the rule in chunks: products of keys, queries and values within a chunk of C tokens, the solution of a
-    triangular system, and products with the memory, K x V for each head.
+    The core is the chunked delta rule: products of keys, queries and values within a chunk of C tokens, the solution of
+    a triangular system, and products with the state, K x V per head.
     """
     m, d = s.model, s.model.hidden
     h, k, v = m.delta_heads, m.delta_key_dim, m.delta_value_dim
@@ -357,7 +355,7 @@ def _delta(s: Shapes) -> PartSize:
     return linear(d, made) + linear(values, d) + core + replace(s.formulas.norm(values), weights=0) + rest
 
 
-# Latent attention makes keys and values of latents. Fused kernels take one width of both: zeros fill it up.
+# Latent attention makes keys and values from latents. Fused kernels need equal widths of both: zeros pad them.
 
 
 def _latent(s: Shapes) -> PartSize:
@@ -372,14 +370,14 @@ def _latent(s: Shapes) -> PartSize:
 
 
 def _latent_widths(s: Shapes) -> tuple[int, int, int, int]:
-    """Widths of all heads of keys, of values, of what is made of latents; and that up to which zeros fill, or 0."""
+    """Widths over all heads: of keys, of values, of the products from latents; and the padded width, 0 if unpadded."""
     m = s.model
     made, wide = m.qk_nope_head_dim + m.v_head_dim, max(m.key_width, m.v_head_dim) if s.formulas is FUSED else 0
     return m.heads * m.key_width, m.heads * m.v_head_dim, m.heads * made, m.heads * wide
 
 
 def _of_latents(s: Shapes, inputs: int, latents: int, outputs: int, beside: int = 0) -> PartSize:
-    """A product through normed latents, `beside` which others are made; without latents a plain one."""
+    """A product through normed latents, made together with `beside` other outputs; a plain product without latents."""
     if not latents:
         return linear(inputs, outputs)
     products = linear(inputs, latents + beside) + linear(latents, outputs)
@@ -394,7 +392,7 @@ def _latent_core(s: Shapes) -> PartSize:
 
 
 def _latent_keys(s: Shapes) -> PartSize:
-    """What latent attention gathers: latents, normed, and rotated keys."""
+    """The gathered tensors of latent attention: normed latents, and rotated keys."""
     d, latents, turned = s.model.hidden, s.model.kv_lora_rank, s.model.qk_rope_head_dim
     row = latents + turned
     moved = PartSize(traffic=2 * row, output=row, grad=d, kept=row)
@@ -402,14 +400,14 @@ def _latent_keys(s: Shapes) -> PartSize:
 
 
 def _latent_queries(s: Shapes) -> PartSize:
-    """Queries of a rank's own tokens, through a latent of their own if they have one."""
+    """Queries of a rank's own tokens, through a latent of their own if there is one."""
     d, keys = s.model.hidden, _latent_widths(s)[0]
     products = _of_latents(s, d, s.model.q_lora_rank, keys)
     return products + s.formulas.positions(keys, False) + PartSize(output=keys, grad=d, kept=keys)
 
 
 def _latent_attended(s: Shapes) -> PartSize:
-    """Keys and values of all ranks' latents, which each makes for itself, and attention of its own queries to them."""
+    """Keys and values from all ranks' latents, computed on each rank, and attention of its own queries to them."""
     m, d, cp, kv = s.model, s.model.hidden, s.layout.cp, s.model.kv_lora_rank
     row, (keys, values, made, wide) = kv + m.qk_rope_head_dim, _latent_widths(s)
     products = linear(cp * kv, made) + linear(values, d)
@@ -431,16 +429,16 @@ def mlp(s: Shapes) -> PartSize:
     return s.formulas.norm(d) + _gated(s, s.model.ffn) + PartSize(traffic=3 * d, grad=d)
 
 
-def attending(model: ModelConfig, seq: int) -> Attending:
-    """What all layers of a model do for documents in sequences of `seq` tokens."""
+def attending(model: ModelConfig, seq: int) -> AttentionWork:
+    """The attention work of all layers of a model, for documents in sequences of `seq` tokens."""
     layers = zip(model.deltas(), model.windows(), strict=True)
     return of_windows((window for delta, window in layers if not delta), seq, model.sinks)
 
 
 def attention_and_routing(s: Shapes) -> PartSize:
-    """Attention, second norm, shared expert, router and permutation, if rows are not made later.
+    """Attention, second norm, shared expert, router and permutation, unless rows are made later.
 
-    The residual is not in the output: the norm keeps that tensor, so it counts as saved. So do tokens, for the router.
+    The residual is not in the output: the norm keeps that tensor, so it counts as saved. So do the router's tokens.
     """
     m, copies, d, e = s.model, s.copies, s.model.hidden, s.model.experts
     shared = _gated(s, m.shared_ffn) if m.shared_ffn else PartSize()
@@ -451,14 +449,14 @@ def attention_and_routing(s: Shapes) -> PartSize:
         moved, output, handed = 0, 0, 2 * d
     probs = 0 if copies.per_rank else m.top_k
     losses = (m.z_loss > 0) + (m.aux_loss > 0 and m.aux_loss_over != "microbatch")
-    scores = 4 // s.dtype_bytes * e * (1 + losses)  # fp32, as much for each loss that autograd makes of them
+    scores = 4 // s.dtype_bytes * e * (1 + losses)  # fp32, once per additional loss in autograd
     router = replace(linear(d, e, cast=False), weights=d * e + (e if m.router_bias else 0), routes=1)
     rest = PartSize(traffic=moved, output=output + probs, saved=scores, kept=scores, handed=handed)
     return replace(attention(s), output=0) + s.formulas.norm(d) + shared + router + rest
 
 
 def dispatch(s: Shapes) -> PartSize:
-    """Rows sent, or made of tokens and sent. Where all experts are here, their weights are beside them."""
+    """Rows sent, or made from tokens and sent. If all experts are on this rank, rows and their weights stay here."""
     d, copies = s.model.hidden, s.copies
     rows = copies.sent(d)
     if not s.layout.makes_rows_later:
@@ -467,8 +465,8 @@ def dispatch(s: Shapes) -> PartSize:
 
 
 def experts(s: Shapes) -> PartSize:
-    """Rows are copied into grouped order, and out of it. With a bias after the second product a rank keeps what its
-    experts make, for gradients of the weights of choices.
+    """Rows are copied into grouped order, and back. With a bias in the second product a rank keeps the experts'
+    outputs, for gradients of the routing weights.
     """
     m, copies, f, ep = s.model, s.copies, s.formulas, s.layout.ep
     d, k, ffn, here = m.hidden, m.top_k, m.expert_ffn, m.experts // ep
@@ -479,7 +477,7 @@ def experts(s: Shapes) -> PartSize:
     grad = copies.sent(d)
     rows = PartSize(saved=k * d + extra, lent=k * d, kept=k * d, traffic=moved, output=received, grad=grad)
     products = PartSize(grouped=k * w, weights=here * w, rows=k * (2 * d + 3 * ffn), casts=k * (d + ffn))
-    if m.expert_bias:  # added to what is there, and summed up once from gradients that are there
+    if m.expert_bias:  # one pass each adds biases in place and sums their gradients
         b = 2 * ffn + d
         products += PartSize(weights=here * b, traffic=2 * k * b, back=-3 * k * b)
     return f.swiglu(k * d, k * ffn) + rows + products
@@ -496,7 +494,7 @@ def unpermute(s: Shapes) -> PartSize:
     size = PartSize(traffic=rows + 2 * d + shared, output=d, grad=rows)
     if copies.per_rank or (s.layout.ep == 1 and not m.expert_bias):
         return size
-    kept = rows if s.layout.ep == 1 else 0  # rows that came back are a value, which lives as long
+    kept = rows if s.layout.ep == 1 else 0  # returned rows are a value with the same lifetime
     return size + PartSize(grad=m.top_k, saved=kept + 2 * m.top_k)
 
 
@@ -507,18 +505,18 @@ SIZES: Mapping[str, Callable[[Shapes], PartSize]] = {
         attention_and_routing, dispatch, experts, combine, unpermute,
     )
 }  # fmt: skip
-"""The sizes of hocket's own parts, by the names that `Part.size` gives."""
+"""The sizes of hocket's own parts, by the names in `Part.size`."""
 
 
 def size_of(part: Part, shapes: Shapes) -> PartSize:
-    """The sizes of a part by its own cost function, or by that of `SIZES` which it names."""
+    """The sizes of a part, by its own cost function or by the one of `SIZES` that it names."""
     if not part.size:
         raise ValueError(f"part {part.name!r} has no cost function: give its description a `size`")
     return part.size(shapes) if callable(part.size) else SIZES[part.size](replace(shapes, mixer=part.mixer))
 
 
 def unit_weights(model: ModelConfig, layout: Layout, unit: Unit, kind: str) -> int:
-    """Weights (elements) of one unit of such a layer, whole; of an experts unit those of one expert-parallel rank."""
+    """Weights (elements) of one unit of such a layer, unsharded; for experts those of one expert-parallel rank."""
     parts = (EMBED, HEAD) if unit in END_UNITS else layout.by_kind[kind].parts
     return sum(size_of(part, Shapes(model, layout)).weights for part in parts if layout.unit(part.name) == unit)
 
@@ -526,9 +524,9 @@ def unit_weights(model: ModelConfig, layout: Layout, unit: Unit, kind: str) -> i
 def model_flops_per_token(model: ModelConfig, seq: int) -> float:
     """FLOPs that training on one token needs, for MFU: `6 N_active + 6 S w` per attention layer.
 
-    N_active are the weights of matmuls that a token meets (its own experts only, the head, not the embedding table).
-    Causal attention counts half of the square: `3 * 2 S w` for forward and backward, and a layer with a window what
-    lies within it. Recomputation counts nothing.
+    N_active are the matmul weights that a token uses (its own experts only, the head, not the embedding table). Causal
+    attention counts half of the square: `3 * 2 S w` for forward and backward, and within its window for a layer with
+    one. Recomputation does not count.
     """
     layout = Layout(model.layer_kinds())
     shapes = Shapes(model, layout, seq)
@@ -541,11 +539,11 @@ def model_flops_per_token(model: ModelConfig, seq: int) -> float:
 
 # --------------------------------------------------------------------------------------------------------------- copies
 #
-# How many rows a token sends to experts on other ranks: one per expert, or one per rank that has some of them.
+# Rows that a token sends to experts on other ranks: one per expert, or one per rank that has some of them.
 
 
 def ranks_per_token(model: ModelConfig, ep: int) -> float:
-    """Ranks that have some of a token's experts, on average, where all sets of `top_k` experts are equally likely.
+    """Average number of ranks that hold experts of a token, if all sets of `top_k` experts are equally likely.
 
     A rank has none of them in C(E - E / ep, K) of C(E, K) cases.
     """
@@ -554,32 +552,32 @@ def ranks_per_token(model: ModelConfig, ep: int) -> float:
 
 
 def label_bytes(top_k: int) -> int:
-    """Bytes that a row sent once per rank has after its hidden state (`layers/rows.py`): a place, int32, and a
-    weight, fp32, for each choice, padded so that rows stay aligned.
+    """Bytes of the label after a row's hidden state with one copy per rank (`layers/rows.py`): an int32 place and an
+    fp32 weight per choice, padded so that rows stay aligned.
     """
     return -(-8 * top_k // 64) * 64
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What a token sends. Elements count numbers of the compute dtype."""
+    """The rows that a token sends. Elements count numbers of the compute dtype."""
 
     count: float
     """Rows per token, on average."""
     room: int
-    """Rows per token that the tensor of sent rows has, as many as there can be."""
+    """Rows per token in the tensor of sent rows: the maximum."""
     label: int = 0
     """Elements of a row's label."""
     per_rank: bool = False
     """Weights travel in labels, and rows are weighted and summed before they return."""
 
     def sent(self, width: int, rows: float = 0.0) -> int:
-        """Elements of so many labelled rows; 0: of `count`."""
+        """Elements of `rows` labelled rows; 0 means `count`."""
         return round((rows or self.count) * (width + self.label))
 
 
 def copies_of(model: ModelConfig, ep: int, per_rank: bool, dtype_bytes: int) -> Copies:
-    """What a token sends, one way or the other."""
+    """The rows that a token sends, with one copy per expert or per rank."""
     if not per_rank or ep == 1:
         return Copies(model.top_k, model.top_k)
     label = label_bytes(model.top_k) // dtype_bytes
@@ -587,33 +585,33 @@ def copies_of(model: ModelConfig, ep: int, per_rank: bool, dtype_bytes: int) -> 
 
 
 def elements_sent(model: ModelConfig, copies: Copies) -> float:
-    """Elements that a token sends to experts and gets back, whether to another rank or not."""
+    """Elements that a token sends to experts and gets back, to its own rank too."""
     return copies.count * (2 * model.hidden + copies.label)
 
 
 # ------------------------------------------------------------------------------------------------------------ fp8 costs
 #
-# What products in fp8 cost, beside what they would cost in bf16.
+# The costs of products in fp8, relative to bf16.
 #
-# A product in fp8 is faster, and its operands are half as large. Casts read and write more: the input of a product when
-# it runs forward, its output's gradient before backward, transposed copies of both before the weight gradient, and each
+# A product in fp8 is faster, and its operands are half as large. Casts read and write more: the input of a product in
+# forward, its output's gradient before backward, transposed copies of both before the weight gradient, and each
 # gathered copy of a weight. SwiGLU writes fp8 itself. Experts' weight gradients stay bf16 (`layers/fp8.py`).
 #
-# Rates are ratios to bf16 on an H200 (benchmarks/results/fp8_products.json): of Llama-3 8B's products at 8,192 tokens
-# 1.86 to 1.91 forward and backward and 1.74 to 1.87 for weight gradients; of grouped ones 1.32 to 1.72. What layers are
-# predicted to gain stands beside what they gained in tests/plan/test_fp8_costs.py.
+# Rates are ratios to bf16 on an H200 (benchmarks/results/fp8_products.json): for Llama-3 8B's products at 8,192 tokens
+# 1.86 to 1.91 forward and backward and 1.74 to 1.87 for weight gradients; for grouped ones 1.32 to 1.72.
+# tests/plan/test_fp8_costs.py compares predicted and measured gains of layers.
 
 
 PRODUCTS = {"fwd": "forward", "recompute": "forward", "bwd": "dgrad", "wgrad": "wgrad"}
 """Verb -> the product that it computes, as `precision.fp8` names it."""
 RATES = {"forward": 1.88, "dgrad": 1.88, "wgrad": 1.78}
 GROUPED = {"forward": 1.6, "dgrad": 1.6, "wgrad": 1.0}
-"""How much faster a product is than in bf16: of linear layers, and of experts."""
+"""Speed of a product relative to bf16: of linear layers, and of experts."""
 ISSUED = 4 / 3
-"""How much longer the host issues an op, for the kernels of casts: a traced step of six layers of Qwen3-30B-A3B has
-2,636 kernels in fp8 and 1,976 in bf16."""
+"""Relative issue time of an op, with the kernels of casts: a traced step of six layers of Qwen3-30B-A3B has 2,636
+kernels in fp8 and 1,976 in bf16."""
 DRAWN = 0.5
-"""Power that a product's FLOP draws, of what one in bf16 does: about, as half of the bits are multiplied."""
+"""Power per FLOP relative to bf16: roughly, since half of the bits are multiplied."""
 
 
 @dataclass(frozen=True)
@@ -621,16 +619,16 @@ class Fp8:
     """Which products run in fp8."""
 
     products: tuple[str, ...]
-    """Some of forward, dgrad and wgrad."""
+    """A subset of forward, dgrad and wgrad."""
     ends: tuple[int, int] = (0, 0)
-    """The first and the last layers without."""
+    """Number of first and of last layers without fp8."""
     casts: float = 2.0
-    """How often a microbatch has to cast a weight: at each of its two gathers, or its share of once a step."""
+    """Casts of a weight per microbatch: one at each of its two gathers, or a share of one cast per step."""
     gathered: tuple[str, ...] = ()
-    """Units that are gathered in fp8: nothing of them is cast but shards, once a step."""
+    """Units that are gathered in fp8: only their shards are cast, once a step."""
 
     def share(self, kinds: Sequence[str], kind: str, verb: str) -> float:
-        """Share of the layers of a kind whose op of a verb runs products in fp8. `kinds` has those of all layers."""
+        """Share of the layers of a kind whose op of a verb runs in fp8. `kinds` has those of all layers."""
         if PRODUCTS.get(verb) not in self.products:
             return 0.0
         first, last = self.ends
@@ -638,16 +636,16 @@ class Fp8:
         return sum(first <= number < len(kinds) - last for number in numbers) / max(1, len(numbers))
 
     def beside(self, kinds: Sequence[str], kind: str, unit: str) -> float:
-        """Bytes of fp8 beside each weight that is there: its cast, if it is none itself, and a transposed copy."""
+        """Bytes of fp8 copies per resident weight: its cast, unless gathered in fp8, and a transposed copy."""
         copies = 1 if unit in self.gathered else 2
         return copies * max(self.share(kinds, kind, "fwd"), self.share(kinds, kind, "bwd"))
 
     def travelling(self, kinds: Sequence[str], kind: str, unit: str) -> float:
-        """Share of a unit's weights, in all layers of a kind, that are gathered in fp8."""
+        """Share of a unit's weights, over all layers of a kind, that are gathered in fp8."""
         return self.share(kinds, kind, "fwd") if unit in self.gathered else 0.0
 
     def seconds(self, dense: float, grouped: float, verb: str) -> float:
-        """Of products that take `dense` and `grouped` seconds in bf16."""
+        """Seconds of products that take `dense` and `grouped` seconds in bf16."""
         product = PRODUCTS[verb]
         return dense / RATES[product] + grouped / GROUPED[product]
 
@@ -655,12 +653,12 @@ class Fp8:
         """Bytes that casts read and write in an op."""
         if verb == "wgrad":  # transposed copies of both operands
             return 2.0 * tokens * size.rows if size.gemm else 0.0
-        weights = 5 if verb == "fwd" or not size.grouped else 3  # a transposed copy too
+        weights = 5 if verb == "fwd" or not size.grouped else 3  # with a transposed copy
         weights -= 3 if ("experts" if size.grouped else "dense") in self.gathered else 0
         return 3.0 * tokens * size.casts + weights * size.weights * self.casts / 2
 
     def saved(self, size: PartSize, tokens: int, verb: str) -> int:
-        """Bytes that an op keeps less of than in bf16: operands of weight gradients of linear layers."""
+        """Bytes by which an op keeps less than in bf16: operands of weight gradients of linear layers."""
         if size.grouped or "wgrad" not in self.products:
             return 0
         return tokens * (size.casts if verb == "fwd" else size.kept)

@@ -1,22 +1,22 @@
-"""When every op starts and ends: one pass over the moments of a step, in the order of time.
+"""When every op starts and ends: one pass over the events of a step, in order of time.
 
 Note: [What the simulator believes]
-An op starts when the op before it on its lane and all its `deps` have ended, as a CUDA stream with events does it.
-A send takes no lane time: it is posted, and its data may leave from then on. The matching recv starts when it is at the
-head of its lane and the send is posted, and lasts one p2p transfer. The optimizer step begins with the norm of the
-whole gradient, so no rank's starts before all have come to it. Data- and expert-parallel ranks run the same list on
-equal loads, so a collective starts when this rank reaches it, and links don't queue. Stragglers are not predicted.
+An op starts when the previous op on its lane and all its `deps` have ended, like a CUDA stream with events. A send
+takes no lane time: it is posted, and its data may leave from then on. The matching recv starts when it is at the head
+of its lane and the send is posted, and lasts one p2p transfer. The optimizer step begins with the norm of the whole
+gradient, so no rank starts it before all have reached it. Data- and expert-parallel ranks run the same list on equal
+loads, so a collective starts when this rank reaches it, and links don't queue. Stragglers are not predicted.
 
-What else slows a real step down is `Overheads`, as the kind of hardware has it (`overheads_of` in `cost.py`):
+Further slowdowns of a real step are `Overheads`, which depend on the hardware (`overheads_of` in `cost.py`):
 
-- Contention. While communication runs on a rank, its compute op gets on at 1 / (1 + sum of the factors of the kinds
-  that run). The factors add up because what they stand for does: the SMs that NCCL kernels hold and the memory
-  bandwidth that transfers take. A p2p transfer runs on the receiver and on the sender. Communication is not slowed.
-  Updates that run beside forwards slow them down likewise, nearly to a stop: they take power and bandwidth.
+- Contention. While communication runs on a rank, its compute op runs at 1 / (1 + sum of the factors of the kinds that
+  run). The factors add up, like the resources that they stand for: the SMs that NCCL kernels hold and the memory
+  bandwidth of transfers. A p2p transfer runs on the receiver and on the sender. Communication is not slowed.
+  Concurrent updates slow forwards the same way, nearly to a stop: they take power and bandwidth.
 - The host. It issues a rank's ops one after the other, in the order of the list. An op can't start before the host
-  comes to it, nor one that computes, which is many kernels, end before it is issued completely. At a dispatch the host
-  stands still until the ranks have exchanged their counts, `counts` seconds after the dispatch's start; only then does
-  it go on issuing.
+  reaches it, nor can a compute op (many kernels) end before it is issued completely. At a dispatch the host blocks
+  until the ranks have exchanged their counts, `counts` seconds after the dispatch's start; only then does it go on
+  issuing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hocket.program.ops import COMPUTING, HOST, Key, Lane, Op, Program, stops_ho
 from hocket.program.values import Name, UnitName, meanings, unit_moved
 
 Time = int | float | Fraction
-"""Seconds, or any other unit that the costs use."""
+"""Seconds, or any other unit of the costs."""
 
 Kind = str
 """A kind of communication, as reports name it: `a2a`, `pp`, `gather`, `reduce`, `tp`, or the name of a part's lane."""
@@ -46,10 +46,10 @@ KIND_OF: Mapping[Lane, Kind] = {
 }  # fmt: skip
 
 UPDATES: Lane = "update"
-"""The lane of what updates weights beside forwards."""
+"""The lane of updates that overlap forwards."""
 
 CostKey = tuple[str, str, str]
-"""(verb, part, kind of the layer): ops with the same one cost the same. The kind is empty outside layers."""
+"""(verb, part, kind of the layer): ops with the same key cost the same. The kind is empty outside layers."""
 
 
 def cost_key(op: Op, kinds: Sequence[str]) -> CostKey:
@@ -77,27 +77,27 @@ class OpCost:
     saved_bytes: int = 0
     """Size of what the op keeps for the op that continues it: fwd for bwd, bwd for wgrad."""
     grad_bytes: int = 0
-    """Size of the reduced gradients of a wgrad's unit, or of the sum that an add makes beside them."""
+    """Size of the reduced gradients of a wgrad's unit, or of an add's separate sum."""
     handed_bytes: int = 0
     """Bytes added to the output if the forward is recomputed."""
     lent_bytes: int = 0
-    """Of a reader: saved bytes that it does not keep if they are made again. Of their maker: what readers make then."""
+    """Of a reader: saved bytes that it drops if they are made again. Of the part that makes them: their size."""
     once_seconds: Time = 0.0
-    """Of a reduce in a step's last microbatch, beyond `seconds`: see `once` in `cost.py`."""
+    """Seconds beyond `seconds` of a reduce in a step's last microbatch: see `once` in `cost.py`."""
     once_bytes: float = 0.0
-    """What a rank moves meanwhile."""
+    """Bytes that a rank moves in `once_seconds`."""
     inner_seconds: Time = 0.0
-    """Of `seconds`: in which the op waits for tensor-parallel peers."""
+    """The part of `seconds` in which the op waits for tensor-parallel peers."""
     inner_bytes: int = 0
-    """What it gets from them."""
+    """Bytes that the op gets from them."""
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """What slows a step down beyond the costs of its ops. See Note: [What the simulator believes]."""
+    """Slowdowns of a step beyond the costs of its ops. See Note: [What the simulator believes]."""
 
     contention: Mapping[Kind, Time] = field(default_factory=dict)
-    """By how much compute takes longer while that kind of communication, or `UPDATES`, runs: 0.1 is 10 %."""
+    """Relative slowdown of compute while that kind of communication, or `UPDATES`, runs: 0.1 is 10 %."""
     issue: Mapping[CostKey, Time] = field(default_factory=dict)
     """Seconds that the host needs to issue an op; missing ones need none."""
     counts: Time | None = None
@@ -108,7 +108,7 @@ NO_OVERHEADS = Overheads()
 
 
 def schedule(program: Program, durations: Sequence[Time], overheads: Overheads) -> tuple[list[Time], list[Time]]:
-    """Start and end of every op, numbered through all ranks; each as early as it can be.
+    """Start and end of every op, numbered through all ranks; each as early as possible.
 
     Raises ValueError if the program cannot finish, naming the ops at which it stops.
     """
@@ -118,10 +118,10 @@ def schedule(program: Program, durations: Sequence[Time], overheads: Overheads) 
 
 
 def _longest_paths(program: Program, durations: Sequence[Time]) -> tuple[list[Time], list[Time]]:
-    """The same where nothing rubs: then it does not matter what runs beside what.
+    """The same without overheads: ops then do not influence each other's durations.
 
-    Rank by rank, in the order of the lists, where most of what an op waits for has come before; what has not, such as
-    another rank's send, is looked up first.
+    Goes rank by rank, in list order, so that most dependencies of an op are already known. The others, such as another
+    rank's send, are computed first.
     """
     before = _predecessors(program)
     starts: list[Time] = [0] * len(before)
@@ -136,7 +136,7 @@ def _longest_paths(program: Program, durations: Sequence[Time]) -> tuple[list[Ti
                 if end is None:
                     path.append(earlier)
                     if len(path) > len(before):
-                        raise ValueError(_stuck(program, _never(before)))
+                        raise ValueError(_stuck(program, _never_run(before)))
                     break
                 if end > start:
                     start = end
@@ -147,8 +147,8 @@ def _longest_paths(program: Program, durations: Sequence[Time]) -> tuple[list[Ti
     return starts, [end for end in ends if end is not None]
 
 
-def _never(before: Sequence[Sequence[int]]) -> list[bool]:
-    """Which ops wait for themselves, or for one that does."""
+def _never_run(before: Sequence[Sequence[int]]) -> list[bool]:
+    """Which ops are in a cycle of dependencies, or wait for one that is."""
     never, more = [True] * len(before), True
     while more:
         more = False
@@ -158,8 +158,8 @@ def _never(before: Sequence[Sequence[int]]) -> list[bool]:
     return never
 
 
-def _turned(before: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each op the ops that wait for it, from those that each waits for."""
+def _successors(before: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The ops that wait for each op, from the ops that each waits for."""
     after: list[list[int]] = [[] for _ in before]
     for number, needed in enumerate(before):
         for earlier in needed:
@@ -168,23 +168,23 @@ def _turned(before: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 class _Rank:
-    """The moving parts of one pipeline rank."""
+    """The changing state of one pipeline rank."""
 
     def __init__(self, first: int, stop: int) -> None:
         self.next, self.stop = first, stop
-        """The op that the host issues next, and where its list ends."""
+        """The op that the host issues next, and the end of its list."""
         self.host: Time = 0
-        """When the host is done with the ops before."""
+        """When the host has issued the ops before `next`."""
         self.running: dict[Kind, int] = {}
-        """Ops of communication that run, by kind."""
+        """Number of running communication ops, by kind."""
         self.slowed: Time = 1
-        """How much longer compute takes right now."""
+        """The current slowdown factor of compute."""
         self.compute = -1
-        """The compute op that runs; -1 for none."""
+        """The running compute op; -1 for none."""
         self.left: Time = 0
-        """What was left of it, in seconds without contention, ..."""
+        """Its remaining seconds without contention, ..."""
         self.since: Time = 0
-        """... at this moment."""
+        """... at this time."""
 
 
 class _Schedule:
@@ -194,7 +194,7 @@ class _Schedule:
         kinds = program.layout.kinds
         self._issue_time = [overheads.issue.get(cost_key(op, kinds), 0) for _, op in self._ops]
         before = _predecessors(program)
-        self._after = _turned(before)
+        self._after = _successors(before)
         self._waiting = [len(needed) + 1 for needed in before]  # one more for the host
         self.starts: list[Time] = [0] * len(before)
         self.ends: list[Time] = [0] * len(before)
@@ -204,7 +204,7 @@ class _Schedule:
             first = self._ranks[-1].stop if self._ranks else 0
             self._ranks.append(_Rank(first, first + len(ops)))
         self._events: list[tuple[Time, int, bool, int]] = []
-        """(when, op, whether it starts or ends, version). An end is void if the op's version is a later one."""
+        """(time, op, whether it starts or ends, version). An end is void if the op has a later version."""
         self._version = [0] * len(before)
 
     def run(self) -> tuple[list[Time], list[Time]]:
@@ -223,7 +223,7 @@ class _Schedule:
         return self.starts, self.ends
 
     def _issue(self, rank: _Rank) -> None:
-        """Let the host issue ops until it has to wait for counts, or is through."""
+        """Let the host issue ops until it has to wait for counts, or the list ends."""
         waits = False
         while rank.next < rank.stop and not waits:
             number = rank.next
@@ -232,14 +232,14 @@ class _Schedule:
             rank.next += 1
             rank.host += self._issue_time[number]
             self._issued[number] = rank.host
-            self._arrive(number, begin)
+            self._satisfy(number, begin)
             waits = self._waits_for_counts(op)
 
     def _waits_for_counts(self, op: Op) -> bool:
         return self._overheads.counts is not None and stops_host(op, self._program.layout)
 
-    def _arrive(self, number: int, when: Time) -> None:
-        """One of the things that an op needs is there."""
+    def _satisfy(self, number: int, when: Time) -> None:
+        """One dependency of an op is satisfied."""
         self.starts[number] = max(self.starts[number], when)
         self._waiting[number] -= 1
         if self._waiting[number] == 0:
@@ -256,7 +256,7 @@ class _Schedule:
             mine.compute, mine.left, mine.since = number, duration, now
             duration = duration * mine.slowed
         elif duration:
-            self._compete(rank, op, now, 1)
+            self._contend(rank, op, now, 1)
         self._plan_end(number, now + duration)
 
     def _plan_end(self, number: int, when: Time) -> None:
@@ -270,12 +270,12 @@ class _Schedule:
         if op.lane == "compute":
             self._ranks[rank].compute = -1
         elif self._durations[number]:
-            self._compete(rank, op, now, -1)
+            self._contend(rank, op, now, -1)
         for later in self._after[number]:
-            self._arrive(later, now)
+            self._satisfy(later, now)
 
-    def _compete(self, rank: int, op: Op, now: Time, change: int) -> None:
-        """One more or one less op runs beside compute, which slows down or speeds up, here and where it is sent."""
+    def _contend(self, rank: int, op: Op, now: Time, change: int) -> None:
+        """One op more or less runs concurrently with compute, and changes its speed, on both ends of a transfer."""
         kind = UPDATES if op.lane == UPDATES else kind_of(op.lane)
         if kind is None or not self._overheads.contention.get(kind):
             return
@@ -297,7 +297,7 @@ class _Schedule:
 def _predecessors(program: Program) -> list[list[int]]:
     """For each op, numbered through all ranks, the ops that must have ended before it starts."""
     before: list[list[int]] = []
-    together: list[int] = []  # what the steps of all ranks wait for
+    together: list[int] = []  # dependencies of the steps of all ranks
     sends: dict[tuple[int, Key], int] = {}
     receives: list[tuple[int, int, Op]] = []
     for rank, ops in enumerate(program.ranks):
@@ -336,23 +336,21 @@ def _stuck(program: Program, waiting: Sequence[int]) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- simulate
 #
-# When every op of a program would run, given what each costs: the predicted timeline of a step.
+# The predicted timeline of a step: when every op would run, given the cost of each.
 #
 # Pure arithmetic on the costs' own numbers (`int`, `float` or `Fraction`): no rounding, no tolerance. With fractions
-# the result is exact. Nothing here knows how an op's cost was found; see `cost.py`.
-#
-# See Note: [What the simulator believes].
+# the result is exact. The costs themselves come from `cost.py`. See Note: [What the simulator believes].
 
 
 class Costs(Protocol):
-    """What the simulator asks."""
+    """The interface of costs to the simulator."""
 
     def of(self, op: Op, /) -> OpCost:
-        """What an op costs. The seconds of a p2p transfer are its recv's; those of a send are not looked at."""
+        """The cost of an op. The recv of a p2p transfer has its seconds; those of the send are ignored."""
         ...
 
     def fixed_bytes(self, program: Program, rank: int, /) -> int:
-        """Size of what is held for the whole step: shards, optimizer state, weight and gradient slots."""
+        """Bytes held for the whole step: shards, optimizer state, weight and gradient slots."""
         ...
 
 
@@ -369,11 +367,11 @@ class Span(NamedTuple):
 class Usage:
     """How one pipeline rank spends a step: busy + exposed_total + idle is the makespan.
 
-    `exposed[kind]` is the time in which communication of that kind runs and no compute op does. Where several kinds
-    run at once the time counts for the one that ends last, for that is the one compute would still wait for; so the
-    kinds add up to `exposed_total`. Time in which compute ops wait for tensor-parallel peers is exposed too, of a kind
-    that is there only if there is any. In `idle` nothing runs at all: the pipeline bubble. `peak_bytes` is the most
-    memory held at any moment, `host_bytes` what offloads take of the host's.
+    `exposed[kind]` is the time in which communication of that kind runs and no compute op does. If several kinds run at
+    once, the time counts for the one that ends last, because compute would still wait for that one; so the kinds add up
+    to `exposed_total`. Time in which compute ops wait for tensor-parallel peers is exposed too, as kind `tp`, which
+    exists only if there is any. In `idle` nothing runs at all: the pipeline bubble. `peak_bytes` is the most memory
+    held at any time, `host_bytes` the host memory of offloaded tensors.
     """
 
     busy: Time
@@ -395,7 +393,7 @@ class Timeline:
 
 @without_collector()
 def simulate(program: Program, costs: Costs, overheads: Overheads = NO_OVERHEADS) -> Timeline:
-    """Predict one step of every pipeline rank, in time linear in the number of ops (but for sorting by time).
+    """Predict one step of every pipeline rank, in time linear in the number of ops (apart from sorting by time).
 
     Raises ValueError if the program cannot finish, naming the ops at which it stops.
     """
@@ -412,7 +410,7 @@ def simulate(program: Program, costs: Costs, overheads: Overheads = NO_OVERHEADS
         for rank, (ops, row) in enumerate(zip(program.ranks, spans, strict=True))
     ]
     inside = [sum(costs.of(op).inner_seconds for op in ops) for ops in program.ranks]
-    if any(inside):  # what compute ops wait for tensor-parallel peers is exposed
+    if any(inside):  # waits for tensor-parallel peers inside of compute ops are exposed
         ranks = [
             replace(use, busy=use.busy - w, exposed={**use.exposed, "tp": w}, exposed_total=use.exposed_total + w)
             for use, w in zip(ranks, inside, strict=True)
@@ -421,7 +419,7 @@ def simulate(program: Program, costs: Costs, overheads: Overheads = NO_OVERHEADS
 
 
 def spans_of(program: Program, rank: int, starts: Sequence[Time], ends: Sequence[Time]) -> tuple[Span, ...]:
-    """The spans of one rank's ops, of times that are numbered through all ranks."""
+    """The spans of one rank's ops, from times that are numbered through all ranks."""
     first, count = sum(map(len, program.ranks[:rank])), len(program.ranks[rank])
     return tuple(Span(rank, p, starts[first + p], ends[first + p]) for p in range(count))
 
@@ -442,21 +440,21 @@ def _durations(program: Program, costs: Costs) -> list[Time]:
 
 
 def ends_step(op: Op, program: Program) -> bool:
-    """Whether a reduce is that of a step's last microbatch."""
+    """Whether an op is a reduce of a step's last microbatch."""
     return op.verb == "reduce" and op.microbatch == program.microbatches - 1
 
 
 def _usage(ops: Sequence[Op], spans: Sequence[Span], makespan: Time, own: Sequence[Kind]) -> Usage:
-    """Sweep over the moments at which an op of this rank starts or ends. A lane runs one op at a time.
+    """Sweep over the times at which an op of this rank starts or ends. A lane runs one op at a time.
 
-    `own` are kinds of communication on lanes that parts have brought.
+    `own` are kinds of communication on lanes that parts define.
     """
     moments: list[tuple[Time, bool, Lane, Time]] = []
     for op, span in zip(ops, spans, strict=True):
         if span.end > span.start:
             moments.append((span.start, True, op.lane, span.end))
             moments.append((span.end, False, op.lane, span.end))
-    moments.sort()  # at one moment, ends come before starts
+    moments.sort()  # at equal times, ends come before starts
     running: dict[Lane, Time] = {}
     exposed: dict[Kind, Time] = dict.fromkeys((*KINDS, *own), 0)
     busy: Time = 0
@@ -481,13 +479,13 @@ def _usage(ops: Sequence[Op], spans: Sequence[Span], makespan: Time, own: Sequen
 
 
 def peak_bytes(program: Program, rank: int, spans: Sequence[Span], costs: Costs) -> int:
-    """The most bytes that a rank holds at one moment: what it always holds, values, saved state, reduced gradients.
+    """The most bytes that a rank holds at any time: fixed memory, values, saved state, reduced gradients.
 
     A value lives from the start of the op that writes it to the end of the op that frees it. Saved state lives from the
-    end of its op, since until then the inputs it keeps still count as values, to the end of the op that continues it.
+    end of its op (until then the inputs it keeps still count as values) to the end of the op that continues it.
     Gradients live from the start of their unit's first wgrad to the end of the step, sums of them from the first add.
-    Those that a step left to the next one's updates are there when that begins. What an offload hands over is its
-    forward's saved state until it ends, and its value from then on.
+    Gradients for updates in the next step exist at its start. An offloaded tensor is its forward's saved state until
+    the offload ends, and the offload's value from then on.
     """
     ops, known = program.ranks[rank], meanings(program.layout, rank)
     freed_by = {value: position for position, op in enumerate(ops) for value in op.frees}
@@ -514,7 +512,7 @@ def peak_bytes(program: Program, rank: int, spans: Sequence[Span], costs: Costs)
             saved = costs.of(ops[continued]).saved_bytes
             changes.append((spans[continued].end, saved))
             changes.append((spans[position].end, -saved))
-    changes.sort()  # at one moment, what is dropped goes first: its memory is taken again
+    changes.sort()  # at equal times, frees come first: their memory is reused
     held = peak = 0
     for _, change in changes:
         held += change
@@ -523,7 +521,7 @@ def peak_bytes(program: Program, rank: int, spans: Sequence[Span], costs: Costs)
 
 
 def host_bytes(program: Program, rank: int, costs: Costs) -> int:
-    """Bytes of the host's memory that a rank's offloads need, with rows spread evenly over experts."""
+    """Bytes of host memory that a rank's offloads need, with rows spread evenly over experts."""
     slots = host_slots(program.ranks[rank])
     largest = dict.fromkeys(slots, 0)
     for op in program.ranks[rank]:

@@ -1,12 +1,12 @@
-"""How long one direction of a tensor-parallel layer takes a GPU, by the way it communicates, and how long the host.
+"""Duration of one direction of a tensor-parallel layer on the GPU, by the way it communicates, and of its issue.
 
-A model of what `layers/tensor.py` does, on the layer's own shapes. `tests/plan/test_tensor_times.py` holds it beside
-what was measured (benchmarks/results/tensor_parallel.json and tensor_parallel_as_8.json).
+A model of `layers/tensor.py` for the layer's own shapes. `tests/plan/test_tensor_times.py` compares it with
+measurements (benchmarks/results/tensor_parallel.json and tensor_parallel_as_8.json).
 
 Note: [Crowded receivers]
-Copies leave a rank one after the other. Those of a gather begin with the rank before and go on from there, so each
-rank receives from one peer at a time. So do those of a sum in pieces of one rank each. In pieces of W neighbours, the W
-ranks of a group send to the same peer at the same time, then all to the next one: each gets a W-th of that peer's
+Copies leave a rank one after the other. Those of a gather begin with the previous rank and go on from there, so each
+rank receives from one peer at a time. The same holds for a sum in pieces of one rank each. In pieces of W neighbours,
+the W ranks of a group send to the same peer at the same time, then all to the next one: each gets a W-th of that peer's
 bandwidth.
 """
 
@@ -25,14 +25,14 @@ from hocket.predict.simulate import CostKey, OpCost
 from hocket.program.ops import Layout
 
 LIKE: Mapping[str, Role] = {"shared_fc1": "fc1", "shared_fc2": "fc2", "head": "fc1"}
-"""Roles of other products -> the role that they communicate like."""
+"""Roles of other products -> the role that communicates in the same way."""
 TILE = 128
-"""Rows and columns that one processor computes at a time. Where the last tiles of a piece leave processors free, the
-first ones of the next piece run. A piece is slower only if two pieces have fewer tiles than there are processors."""
+"""Rows and columns that one SM computes at a time. If the last tiles of a piece leave SMs free, the first tiles of the
+next piece run on them. So a piece is slower only if two pieces have fewer tiles than there are SMs."""
 PAIR = 2 / 3
-"""Share of a collective's bandwidth that two ranks alone reach."""
-KEEPING = 3.0
-"""How much longer than memory allows it takes to copy tokens out of the arrival buffers, beside a product."""
+"""Share of a collective's bandwidth that a group of two ranks reaches."""
+COPY_OUT = 3.0
+"""Slowdown, against memory bandwidth, of copying tokens out of the arrival buffers during a product."""
 ISSUE: dict[tuple[Direction, Method], float] = {
     ("forward", "ring"): 195e-6,
     ("forward", "pipeline"): 250e-6,
@@ -40,18 +40,18 @@ ISSUE: dict[tuple[Direction, Method], float] = {
     ("backward", "ring"): 545e-6,
     ("backward", "pipeline"): 680e-6,
 }
-"""Seconds that a host which others use too takes to issue a layer, beside those of its pieces: up to twice what it
-takes otherwise, since where it is late a way is slower than one thing after the other."""
+"""Seconds that a shared host takes to issue a layer, without its pieces: up to twice the usual time, because a method
+is slower than no overlap if the host is late."""
 PIECE = 70e-6
-"""And those of a piece."""
+"""Seconds to issue a piece."""
 
 
 @dataclass(frozen=True)
 class Cell:
     """One direction of a layer on one of several ranks: a product of T rows, and the tokens that are moved for it.
 
-    T x inner times inner x columns; backward, that of the input gradient. The one of the weight gradient, which
-    follows, is as long.
+    T x inner times inner x columns; in backward, the product of the input gradient. The product of the weight gradient,
+    which follows, takes as long.
     """
 
     role: Role
@@ -74,9 +74,9 @@ class Cell:
 
 
 def pieces(rank: int, size: int, splits: int) -> list[tuple[int, int]]:
-    """The ranks, as ranges, in the order in which a rank multiplies their tokens as they arrive.
+    """Ranges of ranks, in the order in which a rank multiplies their tokens as they arrive.
 
-    First its own; then the rest of its group of `size / splits` neighbours, and the other groups, from the next one on.
+    Its own first; then the rest of its group of `size / splits` neighbours, and the other groups, from the next one on.
     """
     width = size // (splits or size)
     start = rank // width * width
@@ -94,12 +94,12 @@ def product(cell: Cell, rows: int, hardware: Hardware) -> float:
 
 
 def products(cell: Cell, hardware: Hardware) -> float:
-    """Seconds of all products, if nothing has to be moved."""
+    """Seconds of all products without any transfers."""
     return product(cell, cell.rows, hardware) * (2 if cell.backward else 1)
 
 
 def seconds(cell: Cell, method: Method, splits: int, hardware: Hardware) -> float:
-    """Seconds of the direction, with all its products. `splits` counts where the product is done in pieces."""
+    """Seconds of the direction, with all its products. `splits` counts only for products in pieces."""
     alone = product(cell, cell.rows, hardware)
     gradient = alone if cell.backward else 0.0
     if method == "ring":
@@ -110,12 +110,12 @@ def seconds(cell: Cell, method: Method, splits: int, hardware: Hardware) -> floa
     collective = hardware.links["tp"].seconds(missing / (PAIR if cell.ranks == 2 and hardware.processors else 1.0))
     if method == "off":
         return alone + collective * (2 if cell.gathers_again else 1) + gradient
-    # The sum is after the gather on the same link. Where there are no copies, that is a collective, too.
+    # The sum follows the gather on the same link. Without copy engines, the gather is a collective too.
     return max(alone, min(collective, _copies(cell, hardware))) + collective + gradient
 
 
 def issued(cell: Cell, method: Method, splits: int, hardware: Hardware) -> float:
-    """Seconds in which the host has issued it all, if it is late; 0 for one thing after the other, and on CPUs."""
+    """Seconds until a late host has issued everything; 0 for method `off`, and on CPUs."""
     if method == "off" or not hardware.processors:
         return 0.0
     most = max(len(pieces(rank, cell.ranks, splits)) for rank in range(cell.ranks)) if method != "bulk" else 0
@@ -123,19 +123,19 @@ def issued(cell: Cell, method: Method, splits: int, hardware: Hardware) -> float
 
 
 def _copies(cell: Cell, hardware: Hardware) -> float:
-    """Seconds in which a rank's tokens are with all its peers."""
+    """Seconds until a rank's tokens have reached all its peers."""
     return (cell.ranks - 1) * hardware.copies.seconds(cell.moved / cell.ranks)
 
 
-def _kept(cell: Cell, hardware: Hardware) -> float:
-    """Seconds in which arrived tokens are copied to where they stay: read and written."""
-    return KEEPING * 2 * cell.moved / hardware.memory_bandwidth
+def _copy_out(cell: Cell, hardware: Hardware) -> float:
+    """Seconds to copy arrived tokens to where they stay: read and written."""
+    return COPY_OUT * 2 * cell.moved / hardware.memory_bandwidth
 
 
 def _ring(cell: Cell, splits: int, hardware: Hardware) -> float:
-    """A gather, and the product of what has arrived, on the slowest rank. Backward, the weight gradient waits for all.
+    """A gather and the product of arrived tokens, on the slowest rank. In backward, the weight gradient waits for all.
 
-    Tokens of the next rank arrive first; a piece begins when the one before is done and all its tokens are here.
+    The next rank's tokens arrive first. A piece begins when the previous one is done and all its tokens have arrived.
     """
     copy = hardware.copies.seconds(cell.moved / cell.ranks)
     worst = 0.0
@@ -145,16 +145,16 @@ def _ring(cell: Cell, splits: int, hardware: Hardware) -> float:
             steps = max((source - rank) % cell.ranks for source in range(low, high))
             now = max(now, steps * copy) + product(cell, cell.rows // cell.ranks * (high - low), hardware)
         worst = max(worst, now)
-    return max(worst, _copies(cell, hardware) + _kept(cell, hardware)) if cell.backward else worst
+    return max(worst, _copies(cell, hardware) + _copy_out(cell, hardware)) if cell.backward else worst
 
 
 def _pipeline(cell: Cell, splits: int, hardware: Hardware) -> float:
-    """A product, whose pieces leave as they are made, on the slowest rank, and then the sum.
+    """A product whose pieces are sent as they are computed, on the slowest rank, and then the sum.
 
-    Backward, the input that is gathered again leaves first. See Note: [Crowded receivers].
+    In backward, the input that is gathered again is sent first. See Note: [Crowded receivers].
     """
     share, width = cell.moved / cell.ranks, cell.ranks // splits
-    free = _copies(cell, hardware) + _kept(cell, hardware) if cell.backward else 0.0
+    free = _copies(cell, hardware) + _copy_out(cell, hardware) if cell.backward else 0.0
     worst = 0.0
     for rank in range(cell.ranks):
         now, sent = 0.0, free
@@ -167,15 +167,14 @@ def _pipeline(cell: Cell, splits: int, hardware: Hardware) -> float:
     return worst + (cell.ranks + 1) * share / hardware.memory_bandwidth
 
 
-# ---------------------------------------------------------------------------------------------------------- tensor ways
+# ------------------------------------------------------------------------------------------------------- tensor methods
 #
-# How the layers of a run can communicate: their products, into how many pieces, and whether the host keeps up.
-#
-# Times are those of the model above. `tune/rules.py` chooses among the ways.
+# How the layers of a run can communicate: their products, the number of pieces, and whether the host keeps up. Times
+# are those of the model above. `tune/rules.py` chooses the method.
 
 
 def cell_of(c: Config, role: Role, direction: Direction) -> Cell:
-    """The product beside which tokens are moved: forward, or of the input gradient."""
+    """The product that overlaps with the moved tokens: forward, or of the input gradient."""
     m, tp = c.model, c.mesh.tp
     rows = c.tokens * tp
     hidden, made = into_heads(replace(m, kv_heads=max(tp, m.kv_heads)))
@@ -197,15 +196,15 @@ def time_of(c: Config, role: Role, direction: Direction, hardware: Hardware) -> 
 
 
 def splits_of(c: Config, role: Role, direction: Direction) -> int:
-    """Into how many pieces a resolved layer's product is cut; 0 if it is not."""
+    """Number of pieces of a resolved layer's product; 0 if it is not split."""
     way = c.overlap.tp.way(role, direction)
     return splits_for(c, cell_of(c, role, direction), way) if way in ("ring", "pipeline") else 0
 
 
 def splits_for(c: Config, cell: Cell, method: Method) -> int:
-    """The fastest number of what the host issues in time; of what takes as long, the most.
+    """The fastest number of pieces that the host issues in time; of equally fast ones, the largest.
 
-    More pieces wait less for peers that are late.
+    With more pieces, late peers delay less.
     """
     every = [n for n in range(2, cell.ranks + 1) if cell.ranks % n == 0]
     some = [n for n in every if in_time(c, cell, method, n)] or every
@@ -213,12 +212,12 @@ def splits_for(c: Config, cell: Cell, method: Method) -> int:
 
 
 def without_pieces(c: Config, cell: Cell) -> Method:
-    """What is done without pieces."""
+    """The best method without pieces."""
     return "bulk" if "bulk" in possible(cell.role, cell.direction) and in_time(c, cell, "bulk") else "off"
 
 
 def in_time(c: Config, cell: Cell, method: Method, splits: int = 0) -> bool:
-    """Whether a busy host issues a way in the time that the GPU would need without it; recorded steps are in time."""
+    """Whether a busy host issues a method faster than the GPU runs without it. Recorded steps always are."""
     without: Method = "off" if method == "bulk" else without_pieces(c, cell)
     hardware = hardware_of(c)
     return c.plan.graphs == "on" or issued(cell, method, splits, hardware) <= seconds(cell, without, 0, hardware)
@@ -228,50 +227,49 @@ def in_time(c: Config, cell: Cell, method: Method, splits: int = 0) -> bool:
 #
 # What tensor parallelism adds to the costs of a plan's ops, and takes from them.
 #
-# An op of a tensor-parallel rank computes on its share of tokens, or on all of them with its share of the weights:
-# either way on 1 / tp of the work, which is what the cost model says of so many fewer tokens. Added are gathers and
-# sums of tokens, as far as they are not hidden beside products. Units are those of a model whose heads, MLPs and
-# vocabulary are as narrow as a rank's.
+# An op of a tensor-parallel rank computes on its share of tokens, or on all tokens with its share of the weights:
+# either way 1 / tp of the work, which the cost model gets from that fraction of the tokens. Gathers and sums of tokens
+# are added, unless products hide them. Units are those of a model with a rank's share of heads, MLPs and vocabulary.
 
 
 _SPREAD = ("heads", "ffn", "shared_ffn", "vocab", "delta_heads", "delta_key_heads")
-"""Numbers of the model of which each rank has a part."""
+"""Sizes of the model that are divided among ranks."""
 
 
 def by_pieces(c: Config) -> bool:
-    """Whether some layer moves tokens piece by piece."""
+    """Whether some layer moves tokens in pieces."""
     ways = {c.overlap.tp.way(role, direction) for role in ROLES for direction in DIRECTIONS}
     return c.mesh.tp > 1 and bool(ways & {"ring", "pipeline"})
 
 
 def model_of_rank(c: Config) -> ModelConfig:
-    """A model with the weights that one tensor-parallel rank has."""
+    """The model with the weights of one tensor-parallel rank."""
     m, tp = c.model, c.mesh.tp
     narrow = {name: getattr(m, name) // tp for name in _SPREAD}
     return replace(m, **narrow, kv_heads=max(1, m.kv_heads // tp))
 
 
 def models_of(c: Config) -> tuple[ModelConfig, ModelConfig, int]:
-    """The model that costs of parts are of, the one whose units a rank holds, and how many ranks share a product.
+    """The model for the costs of parts, the model of a rank's units, and the number of ranks that share a product.
 
-    Parts are those of all tensor-parallel ranks together: heads that several of them have count as often.
+    Parts are those of all tensor-parallel ranks together: heads that several ranks hold count several times.
     """
     return replace(c.model, kv_heads=max(c.mesh.tp, c.model.kv_heads)), model_of_rank(c), c.mesh.tp
 
 
 def add_waits(table: dict[CostKey, OpCost], c: Config, hardware: Hardware, layout: Layout) -> None:
-    """What ops wait for tensor-parallel peers, added to the costs of a rank's own work."""
+    """Add ops' waits for tensor-parallel peers to the costs of a rank's own work."""
     if c.mesh.tp == 1:
         return
-    hardware = _imitated(c, hardware)
+    hardware = _emulated(c, hardware)
     for key, cost in table.items():
-        waits, received = _inside(c, key, hardware, layout)
+        waits, received = _waits(c, key, hardware, layout)
         if received:
             table[key] = replace(cost, seconds=cost.seconds + waits, inner_seconds=waits, inner_bytes=received)
 
 
-def _imitated(c: Config, hardware: Hardware) -> Hardware:
-    """The hardware with what an imitated network adds to the transfers of tokens."""
+def _emulated(c: Config, hardware: Hardware) -> Hardware:
+    """The hardware, slowed by the emulated network for transfers of tokens."""
     if c.train.transport != "slow" or "tp" not in c.train.slow_links():
         return hardware
     latency, bandwidth = c.train.slow_links()["tp"]
@@ -284,7 +282,7 @@ def _imitated(c: Config, hardware: Hardware) -> Hardware:
     )
 
 
-def _inside(c: Config, key: CostKey, hardware: Hardware, layout: Layout) -> tuple[float, int]:
+def _waits(c: Config, key: CostKey, hardware: Hardware, layout: Layout) -> tuple[float, int]:
     """Seconds in which an op waits for tensor-parallel peers, and bytes that it gets from them."""
     verb, part, kind = key
     if verb not in ("fwd", "bwd", "recompute"):
@@ -305,7 +303,7 @@ def _inside(c: Config, key: CostKey, hardware: Hardware, layout: Layout) -> tupl
 
 
 def _sums_of_norms(c: Config) -> int:
-    """Bytes that a rank gets for the norms of whole queries and keys: a number in fp32 of each for every token."""
+    """Bytes that a rank gets for norms over whole queries and keys: one fp32 number of each per token."""
     if not c.model.qk_norm or c.model.qk_norm_over == "head":
         return 0
     return 2 * 4 * 2 * c.tokens * (c.mesh.tp - 1)

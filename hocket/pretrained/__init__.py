@@ -1,1 +1,1 @@
-"""Weights of published models: their configuration and tensors, and how hocket has them. Read and written by tables."""
+"""Weights of published models: config.json and tensors, and their conversion. Tables define reading and writing."""

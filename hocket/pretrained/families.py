@@ -1,4 +1,4 @@
-"""Families of models as Hugging Face has them: one table each, by which config.json is read and written."""
+"""Families of models as Hugging Face defines them: one table each, by which config.json is read and written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hocket.pretrained.fields import (
 )
 
 # -- family ------------------------------------------------------------------------------------------------------------
-# A family says which keys of config.json are which settings (`fields.py`), and which tensors make which parameter.
+# A family defines which keys of config.json are which settings (`fields.py`), and which tensors make which parameter.
 # Shapes are those of `docs/models.md`: D hidden width, E experts, F width of an MLP.
 
 Way = Literal["rows", "experts", "fused", "stacked", "mxfp4"]
@@ -42,21 +42,21 @@ class Rule:
     """The parameter, without its layer."""
     theirs: tuple[str, ...]
     way: Way = "rows"
-    """rows: tensors are stacked along rows. experts: so are those of each expert, and [rows, columns] is turned over.
-    fused: one tensor for all experts, [E, rows, columns] turned over. stacked: one for all experts, as it is. mxfp4: as
-    fused, of blocks of 32 columns, [E, rows, columns / 32, 16], and their scales, [E, rows, columns / 32]; only read.
+    """rows: tensors are stacked along rows. experts: the same for each expert, transposed from [rows, columns]. fused:
+    one tensor for all experts, [E, rows, columns], transposed. stacked: one for all experts, unchanged. mxfp4: as
+    fused, in blocks of 32 columns, [E, rows, columns / 32, 16], and their scales, [E, rows, columns / 32]; only read.
     """
     pairs: str = ""
-    """Setting that counts the rows before those of rotary positions, `qk_rope_head_dim` of them: in each head, or in
-    all. On disk these stand last, and neighbours are a pair. Here they stand first, and the halves are pairs."""
+    """Setting that counts the rows without rotary positions, next to `qk_rope_head_dim` with them: in each head, or
+    over all. On disk the rotary rows are last, with neighbours as pairs. Here they are first, with halves as pairs."""
     blocks: tuple[str, ...] = ()
-    """Of delta nets: each tensor has blocks of rows, one after the other, where the parameter has one key head after
-    the other, and of each what it has in all blocks. For a key head, k are as many rows as keys are wide, v as the
-    values of its value heads, and h one for each of these."""
+    """For delta nets: each tensor has blocks of rows, one after the other; the parameter has one key head after the
+    other, each with its rows of all blocks. Per key head, k are as many rows as keys are wide, v as the values of its
+    value heads, and h one per value head."""
     channels: bool = False
-    """Whether a tensor has a dimension of 1 after the first, as convolutions have."""
+    """Whether a tensor has a dimension of 1 after the first, as convolutions do."""
     turns: bool = False
-    """Of stacked and mxfp4: on disk gate and up take turns, where the parameter has one after the other."""
+    """For stacked and mxfp4: on disk gate and up are interleaved; the parameter has one after the other."""
 
 
 @dataclass(frozen=True)
@@ -65,23 +65,23 @@ class Family:
 
     architecture: str
     fields: Mapping[str, Field]
-    """In the order in which they are read. Names are those of settings without `model.`, or of keys."""
+    """In reading order. Names are those of settings without `model.`, or of keys."""
     always: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that the family itself has."""
+    """Settings that are the same for the whole family."""
     own: tuple[Rule, ...] = ()
-    """Rules that come before `RULES`."""
+    """Rules that precede `RULES`."""
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """Of several for one parameter, the first whose tensors are there counts. The first of all is written."""
+        """Of a parameter's rules, reading uses the first whose tensors exist, and writing the first of all."""
         return (*self.own, *RULES)
 
 
 FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Keys that count layers after the last one, which predict tokens further on. hocket trains none."""
+"""Keys that count additional layers after the last one, which predict further tokens. hocket trains none."""
 
 IGNORED_TENSORS = r"\.rotary_emb\.inv_freq$"
-"""Tensors that files have and no model needs: they follow from config.json."""
+"""Tensors in files that no model needs, because they follow from config.json."""
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def _layer(ours: str, *theirs: str, way: Way = "rows", **more: Any) -> Rule:
 
 
 def _experts(where: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """One tensor per expert."""
+    """Experts with one tensor each."""
     each = f"{where}.experts.{{e}}."
     return (
         _layer("router.weight", f"{where}.gate.weight"),
@@ -113,19 +113,19 @@ RULES = (
     _layer("ffn_norm", "post_attention_layernorm.weight"),
     *(_layer(f"attn.w{x}", f"self_attn.{x}_proj.weight") for x in "qkvo"),
     *(_layer(f"attn.b{x}", f"self_attn.{x}_proj.bias") for x in "qkvo"),
-    # Norms of each head, or of all heads together: a model has one or the other.
+    # Norms of each head, or over all heads: a model has one or the other.
     *(_layer(f"attn.{x}{wide}_norm", f"self_attn.{x}_norm.weight") for x in "qk" for wide in ("", "_wide")),
     _layer("mlp.w_gate_up", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
     _layer("mlp.w_down", "mlp.down_proj.weight"),
     *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
-    # As transformers 5 holds them in memory:
+    # The layout of transformers 5 in memory:
     _layer("experts.w_gate_up", "mlp.experts.gate_up_proj", way="fused"),
     _layer("experts.w_down", "mlp.experts.down_proj", way="fused"),
     _layer("router.bias", "mlp.gate.e_score_correction_bias"),
     _layer("shared.w_gate_up", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     _layer("shared.w_down", "mlp.shared_experts.down_proj.weight"),
 )
-"""Of parameters that most families have under these names. Which of them a model has its settings say."""
+"""Parameters that have these names in most families. The settings decide which of them a model has."""
 _LATENT = (
     _layer("attn.wq", "self_attn.q_proj.weight", pairs="qk_nope_head_dim"),
     _layer("attn.wq_a", "self_attn.q_a_proj.weight"),
@@ -452,15 +452,15 @@ REFUSED: dict[str, str] = {
     "llama4_text": "chunked attention",
     "nemotron_h": "Mamba layers",
 }
-"""Families that hocket's transformer does not compute, and what they need for that."""
+"""Families that hocket's transformer cannot compute, and what they would need."""
 
 
 # -- config.json -------------------------------------------------------------------------------------------------------
 
 _NOT_SHAPE = ("aux_loss", "aux_loss_over", "z_loss", "routing", "init", "init_std", "weights")
-"""Settings that say how a model is trained, or where its weights come from, not what it computes."""
+"""Settings that define training, or where weights come from, but not what the model computes."""
 TYPES = {"fp32": "float32", "bf16": "bfloat16"}
-"""Names of formats in config.json, and in torch."""
+"""Names of formats in config.json and in torch."""
 
 IGNORED_KEYS = frozenset(
     (
@@ -474,9 +474,9 @@ IGNORED_KEYS = frozenset(
         "initial_context_length", "is_llama_config", "unsloth_version", "unsloth_fixed", "transformers.js_config",
     )
 )  # fmt: skip
-"""Keys of config.json that say nothing of what a model computes. All others are read, or refused by name."""
+"""Keys of config.json that do not affect what a model computes. All others are read, or refused by name."""
 OFF_KEYS = {"attention_dropout": "there is no dropout", "rope_interleaved": "a rotary pair is half a head apart"}
-"""Keys of config.json that say nothing while they are false, and why they must be."""
+"""Keys of config.json that must be false, and why."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -492,7 +492,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json. Raises ValueError for one that hocket's transformer does not compute."""
+    """The family of a config.json. Raises ValueError for one that hocket's transformer cannot compute."""
     name = config.get("model_type")
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
@@ -500,8 +500,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     raise ValueError(f"model_type = {show(name)}: needs {needs}")
 
 
-class _Asked(dict[str, Any]):
-    """A config.json that notes which keys it was asked for."""
+class _TrackedConfig(dict[str, Any]):
+    """A config.json that records which keys are read."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -513,8 +513,8 @@ class _Asked(dict[str, Any]):
 
 
 def model_of(config: Mapping[str, Any]) -> ModelConfig:
-    """The model that a config.json describes. Raises ValueError naming the key that asks for what is not there."""
-    family, asked = family_of(config), _Asked(config)
+    """The model that a config.json describes. Raises ValueError naming the key that is not supported."""
+    family, asked = family_of(config), _TrackedConfig(config)
     values: dict[str, Any] = dict(family.always)
     for name, each in family.fields.items():
         values |= each.read(name, asked, values)
@@ -535,12 +535,12 @@ def config_of(name: str, model: ModelConfig, dtype: str, positions: int) -> dict
     for field_name, each in family.fields.items():
         config |= each.write(field_name, model)
     config |= {"max_position_embeddings": positions, "use_cache": True}
-    config |= {"pad_token_id": None, "initializer_range": model.init_std}  # a family's own token may be beyond ours
+    config |= {"pad_token_id": None, "initializer_range": model.init_std}  # a family's pad token may be out of range
     return {**config, "torch_dtype": dtype, "dtype": dtype}
 
 
 def family_for(model: ModelConfig) -> str:
-    """The name of a family that computes a model: what its config.json says is this model again.
+    """The name of a family that computes a model: its config.json describes this very model.
 
     Raises ValueError naming what no family has.
     """
@@ -553,7 +553,7 @@ def family_for(model: ModelConfig) -> str:
 
 
 def _as_one_of(name: str, model: ModelConfig) -> list[str] | None:
-    """What a model loses as one of a family; None if the family gives it sizes that no model has."""
+    """Settings that a model loses in a family; None if the family gives it impossible sizes."""
     try:
         return differences(model, model_of(config_of(name, model, "float32", 1)))
     except ValueError:
@@ -563,14 +563,14 @@ def _as_one_of(name: str, model: ModelConfig) -> list[str] | None:
 def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
     """Settings in which two models compute different things, with the values of the other one.
 
-    Of `bias_rate` it matters only whether there is a bias.
+    Of `bias_rate` only whether there is a bias matters.
     """
     mine, theirs, there = _shape(model), _shape(other), flat(asdict(other))
     return [f"model.{name} = {there[name]}" for name in there if mine.get(name) != theirs.get(name)]
 
 
 def _shape(model: ModelConfig) -> dict[str, Any]:
-    """What decides about what a model computes: the settings that have an effect."""
+    """The settings that affect what a model computes."""
     idle = {*_NOT_SHAPE, *(name.removeprefix("model.") for name in without_effect(model))}
     if "moe" not in model.kinds():
         idle |= {"experts", "dense_layers"}
@@ -583,14 +583,14 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
 
 
 def config_for(model: ModelConfig, positions: int, dtype: str) -> tuple[str, dict[str, Any], str]:
-    """Family, config.json, and a remark: of an imported model its own config.json, as long as it says the same."""
+    """Family, config.json, and a remark. An imported model keeps its own config.json while that describes it."""
     type_name, remark = TYPES[dtype], ""
     if model.weights:
         try:
             config = read_config(Path(model.weights))
             if not (found := differences(model, model_of(config))):
                 config |= {"torch_dtype": type_name, "dtype": type_name}
-                config.pop("quantization_config", None)  # what is written is not quantised, and has no further layers
+                config.pop("quantization_config", None)  # written weights are not quantised, and have no further layers
                 config |= {key: 0 for key in FURTHER_LAYERS if config.get(key)}
                 return config["model_type"], config, ""
             remark = f"model.weights = {model.weights}: its config.json now says {', '.join(found)}"

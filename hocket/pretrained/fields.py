@@ -1,4 +1,4 @@
-"""Kinds of fields of a family's config.json: each reads keys as settings of a model, and writes settings as keys."""
+"""Kinds of fields in a family's config.json: each converts keys to settings of a model, and settings to keys."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hocket.rules import fact_of
 from hocket.typed import describe, is_a
 
 FULL, WINDOW, DELTA = "full_attention", "sliding_attention", "linear_attention"
-"""How `layer_types` calls layers without and with a window, and those with a delta net."""
+"""Values of `layer_types` for layers without and with a window, and with a delta net."""
 REQUIRED = object()
-"""In place of a value: a configuration without that key is refused."""
+"""Marks a key that a configuration must have."""
 
 Json = Mapping[str, Any]
 """A config.json."""
@@ -35,7 +35,7 @@ def require(key: str, setting: str, value: Any) -> None:
 
 
 def without_effect(model: ModelConfig) -> set[str]:
-    """Settings of a model whose values change nothing beside its other settings."""
+    """Settings of a model that have no effect with its other settings."""
     config = Config(model=model)
     return {
         setting
@@ -46,13 +46,13 @@ def without_effect(model: ModelConfig) -> set[str]:
 
 
 class Field:
-    """Some keys of config.json and the settings that they become. `name` is that of the field in its family's table.
+    """Some keys of config.json and the settings that they become. `name` is the field's name in its family's table.
 
-    A key that no field of a family asks for is refused (`families.model_of`).
+    A key that no field of a family reads is refused (`families.model_of`).
     """
 
     def read(self, name: str, config: Json, values: Values) -> Values:
-        """Settings, of keys and of the settings that fields before this one have read. Raises ValueError."""
+        """Settings from keys, and from settings that earlier fields have read. Raises ValueError."""
         return {}
 
     def write(self, name: str, model: ModelConfig) -> Json:
@@ -62,20 +62,20 @@ class Field:
 
 @dataclass(frozen=True)
 class Key(Field):
-    """The setting by the field's name, which a key has."""
+    """A setting with the field's name, read from a key."""
 
     key: str
-    """Empty: no key has it, and `missing` always counts."""
+    """Empty: there is no key, and the value is always `missing`."""
     missing: Any = REQUIRED
-    """Its value where the key is missing or null; a text is a product or quotient of settings."""
+    """The value if the key is missing or null; a text is a product or quotient of settings."""
     other: str = ""
-    """Another name that some versions give it."""
+    """Another name of the key in some versions."""
     times: str = ""
-    """Key of a number by which this one is multiplied."""
+    """Key of a factor for the value."""
     null: bool = False
-    """Whether its value where the key is missing is written as null."""
+    """Whether the value for a missing key is written as null."""
     zero: str = ""
-    """Why it cannot be 0; empty if it can."""
+    """Why the value cannot be 0; empty if it can."""
 
     def read(self, name: str, config: Json, values: Values) -> Values:
         value = config.get(self.key, config.get(self.other))
@@ -100,14 +100,14 @@ class Key(Field):
 
 @dataclass(frozen=True)
 class Only(Field):
-    """The key by the field's name, of which hocket computes some values alone, or lists of them. The first is written.
+    """The key with the field's name, of which hocket supports only some values, or lists of them. The first is written.
 
-    Keys in `idle` say nothing beside them.
+    Keys in `idle` have no effect with these values.
     """
 
     values: tuple[Any, ...]
     missing: Any = None
-    """What a model does where the key is missing."""
+    """The value that a missing key means."""
     written: bool = True
     """Whether transformers reads it. Other code may."""
     idle: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class Only(Field):
 
 @dataclass(frozen=True)
 class Same(Field):
-    """The key by the field's name, which says again what a setting or a property of a model says."""
+    """The key with the field's name, which repeats a setting or a property of the model."""
 
     setting: str
 
@@ -144,21 +144,21 @@ class Same(Field):
         return {name: getattr(model, self.setting)}
 
 
-# -- Layers of a kind, such as those that have windows of attention, all of one size, or delta nets --------------------
+# -- Layers of a kind, such as those with windows of attention, all of one size, or delta nets -------------------------
 
 
 @dataclass(frozen=True)
 class Layers(Field):
-    """The setting by the field's name lists layers, by a list of config.json, or where it has none by a number."""
+    """The setting with the field's name lists layers, from a list in config.json, or without one from a number."""
 
     key: str = ""
-    """Of a list with a value for each layer; empty: there is none."""
+    """Key of a list with a value for each layer; empty: there is none."""
     values: tuple[Any, ...] = ()
-    """What it says of these layers, and of all others."""
+    """The list's value for these layers, and for all others."""
     every: tuple[str, int] = ("", 0)
-    """Key of a number: each so many-th is one. Beside it the number where the key is missing; 0: none is."""
+    """Key of a number n: every n-th layer is one. Then the number if the key is missing; 0: no layer is."""
     first: tuple[str, Any] = ("", 0)
-    """Key that counts them where they are the first ones, and the number where it is missing."""
+    """Key of their number if they are the first layers, and the number if it is missing."""
 
     def read(self, name: str, config: Json, values: Values) -> Values:
         layers, listed = values["layers"], config.get(self.key)
@@ -182,13 +182,13 @@ class Layers(Field):
         return self.listing(getattr(model, name), model.layers)
 
     def listing(self, chosen: Collection[int], layers: int) -> dict[str, Any]:
-        """The keys for the layers that are chosen."""
+        """The keys for the chosen layers."""
         found = {self.key: [self.values[i not in chosen] for i in range(layers)]} if self.key else {}
         return found | ({self.first[0]: len(chosen)} if self.first[0] else {})
 
 
 class DenseSteps(Field):
-    """Layers without experts: those that are listed, and all but each so many-th."""
+    """Dense layers: those that are listed, and all except every n-th."""
 
     def read(self, name: str, config: Json, values: Values) -> Values:
         step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
@@ -201,7 +201,7 @@ class DenseSteps(Field):
 
 
 class Full(Layers):
-    """Layers with full attention, which are all."""
+    """Layers with full attention: all of them."""
 
     def read(self, name: str, config: Json, values: Values) -> Values:
         super().read(name, config, values)
@@ -226,16 +226,16 @@ _SIZE = "sliding_window"
 
 @dataclass(frozen=True)
 class Windows(Layers):
-    """Layers with full attention; the others have windows of one size, where `sliding_window` says one."""
+    """Layers with full attention; the others have windows of one size, if `sliding_window` gives one."""
 
     key: str = "layer_types"
     values: tuple[Any, ...] = (FULL, WINDOW)
     missing: int | None = None
-    """The window of a model that does not say. That differs from null, which is none."""
+    """The window if the key is missing. Null means no window."""
     switch: str = ""
     """Key without which no layer has a window."""
     listed: bool = True
-    """Whether transformers reads `layer_types`. Without, all layers have a window or none has."""
+    """Whether transformers reads `layer_types`. Otherwise all layers have a window, or none has."""
 
     def read(self, name: str, config: Json, values: Values) -> Values:
         full = super().read(name, config, values)[name]
@@ -256,7 +256,7 @@ class Windows(Layers):
 
     def write(self, name: str, model: ModelConfig) -> Json:
         sizes = model.windows()
-        # Where layers are listed transformers wants a size, even if none has it.
+        # If layers are listed, transformers needs a size, even if no layer has a window.
         found: dict[str, Any] = {_SIZE: max(sizes) or (self.missing if self.listed and not self.switch else None)}
         found |= {self.switch: any(sizes)} if self.switch else {}
         full = [i for i, size in enumerate(sizes) if not size]
@@ -271,16 +271,16 @@ _NAMES = {
     "low_frequency": "low_freq_factor",
     "high_frequency": "high_freq_factor",
 }
-"""Those parameters that have other names in config.json."""
+"""Parameters with other names in config.json."""
 _OF_PICTURES = ("mrope_section", "mrope_interleaved")
-"""Which pairs of a head turn by which of three positions, which are the same for a token of text."""
+"""Keys for three positions per token in pictures; a token of text has the same one three times."""
 _REQUIRED = ("factor", "low_frequency", "high_frequency")
 """Parameters that transformers reads without a default."""
 
 
 @cache
 def _parameters(kind: RopeKind) -> tuple[str, ...]:
-    """What a kind reads: what has an effect with it alone."""
+    """The parameters of a kind: those that have an effect only with it."""
     default, idle = (without_effect(ModelConfig(rope=RopeConfig(kind=each))) for each in ("default", kind))
     return tuple(name.removeprefix("model.rope.") for name in types() if name in default - idle)
 
@@ -290,15 +290,15 @@ class Rope(Field):
     """Rotary positions, as all versions of transformers write them."""
 
     share: tuple[str, float] | None = None
-    """Whether a part of each head may rotate: the key that says how much, and how much does where the key is missing.
-    The key is a share of the head, or a number of its elements."""
+    """For partial rotation of heads: the key, and its value if it is missing. The key is a share of the head, or a
+    number of its elements."""
     pictures: bool = False
-    """Whether transformers has a model for pictures too, whose tokens have three positions. Those of text are one."""
+    """Whether transformers also has a model for pictures, whose tokens have three positions. Text has one."""
     without: Layers | None = None
-    """Layers that have no positions; None: all have."""
+    """Layers without positions; None: there are none."""
     plain: float = 0.0
-    """Above 0 layers with a window have plain positions, and `rope_scaling` is that of the others. Their base where
-    config.json does not name them: transformers takes this one, not `rope_theta`."""
+    """Above 0: layers with a window have plain positions, and `rope_scaling` is for the others. This is the base of
+    their positions if config.json does not name it: transformers takes this value, not `rope_theta`."""
 
     def read(self, name: str, config: Json, values: Values) -> Values:
         parameters = _table_of(config, "rope_parameters")
@@ -348,7 +348,7 @@ class Rope(Field):
         return found | (self.without.listing(rope.without, model.layers) if self.without else {})
 
     def _of_full_layers(self, parameters: dict[str, Any], theta: Any) -> dict[str, Any]:
-        """Of positions by kind of layer those of layers without a window. The others' are plain, with the same base."""
+        """The parameters of layers without a window. Layers with one must be plain, with the same base."""
         full, others = _table_of(parameters, FULL), _table_of(parameters, WINDOW)
         bases = full.get("rope_theta", theta), others.pop("rope_theta", self.plain)
         if others.pop("rope_type", "default") != "default" or others or bases[0] not in (None, bases[1]):
@@ -383,7 +383,7 @@ class Rope(Field):
 
 
 def _table_of(config: Json, key: str) -> dict[str, Any]:
-    """A key that is a table of keys, or nothing, without those that are null."""
+    """The value of a key that is a table or missing, without null entries."""
     found = config.get(key) or {}
     if not isinstance(found, dict):
         raise ValueError(f"{key} = {found!r}: not a table of keys")

@@ -1,4 +1,4 @@
-"""A folder of safetensors files: which tensors it has, and their values, one at a time."""
+"""A folder of safetensors files: the tensors it has, and their values, one at a time."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hocket.files import finite, inside, json_in
+from hocket.files import inside, json_in, regular_file
 from hocket.typed import is_a
 
 # -- mxfp4 -------------------------------------------------------------------------------------------------------------
-# Values of MXFP4 tensors: numbers of 4 bits in blocks that have a scale each (Open Compute Project, "OCP Microscaling
-# Formats (MX) Specification" 1.0, section 5.3).
+# Values of MXFP4 tensors: 4-bit numbers in blocks with a scale each (Open Compute Project, "OCP Microscaling Formats
+# (MX) Specification" 1.0, section 5.3).
 
 MXFP4_BLOCK = 32
-"""Numbers of a block, two in a byte: the first one in its lower half."""
+"""Numbers per block, two in a byte: the first one in its lower half."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NUMBERS = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)])
-"""What 4 bits mean: a sign, two bits of exponent, one of mantissa."""
+"""The values of 4 bits: a sign, two bits of exponent, one of mantissa."""
 _BIAS = 127
-"""A scale is a power of 2 with this number added to its exponent."""
+"""A scale is a power of 2; this is added to its exponent."""
 
 
 def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """[rows, columns], fp32, of blocks uint8 [rows, columns / 32, 16] and scales uint8 [rows, columns / 32]."""
+    """[rows, columns], fp32, from blocks uint8 [rows, columns / 32, 16] and scales uint8 [rows, columns / 32]."""
     halves = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
     exponents = scales.to(torch.int32).unsqueeze(-1) - _BIAS
     return torch.ldexp(_NUMBERS[halves.int()], exponents).flatten(-2)
 
 
 # -- quantised ---------------------------------------------------------------------------------------------------------
-# Weights in fp8 with one scale for each block of rows and columns, as DeepSeek-V3 is published.
+# Weights in fp8 with one scale per block of rows and columns, as DeepSeek-V3 is published.
 #
-# Beside a matrix `x` of float8_e4m3fn, `x_scale_inv` has a scale for each block, by which the block is multiplied, in
-# spite of the name. Blocks at the edges are smaller. Matrices may be stacked, and so are their scales then.
+# For a matrix `x` of float8_e4m3fn, `x_scale_inv` has a scale for each block. The block is multiplied by it, in spite
+# of the name. Blocks at the edges are smaller. Matrices may be stacked, and so are their scales then.
 
 FP8 = "F8_E4M3"
-"""How safetensors calls the type."""
+"""The name of the type in safetensors."""
 SCALES = ("F32", "BF16", "F8_E8M0")
 """Types of scales."""
 Blocks = tuple[int, int]
@@ -52,13 +52,13 @@ Blocks = tuple[int, int]
 
 
 def scale_name(name: str) -> str:
-    """The tensor with the scales of another."""
+    """The name of a tensor's scales."""
     return f"{name}_scale_inv"
 
 
 def blocks_of(config: Mapping[str, Any], read: Literal["fp8", "mxfp4"] = "fp8") -> Blocks | None:
-    """The fp8 blocks of a config.json's `quantization_config`; None without one, and for mxfp4, whose blocks are of
-    one size. `read` is the kind that the family's tensors may be. Raises ValueError for another one.
+    """The fp8 blocks of a config.json's `quantization_config`; None without one, and for mxfp4, whose blocks have a
+    fixed size. `read` is the kind that the family's tensors may have. Raises ValueError for another one.
     """
     said = config.get("quantization_config")
     if said is None:
@@ -96,12 +96,12 @@ def dequantised(values: Tensor, scales: Tensor, blocks: Blocks) -> Tensor:
 
 INDEX = "model.safetensors.index.json"
 READ = ("F32", "BF16", "F16")
-"""Types of elements that are read."""
+"""Supported types of elements."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor is."""
+    """The location of a tensor."""
 
     file: str
     shape: tuple[int, ...]
@@ -109,9 +109,9 @@ class Entry:
 
 
 class TensorFolder:
-    """The tensors of a folder, by name. Only headers are read until one is asked for.
+    """The tensors of a folder, by name. Only headers are read until a tensor is requested.
 
-    With `blocks` matrices may be of fp8, which `read` multiplies by their scales.
+    With `blocks`, matrices may be fp8; `read` multiplies them by their scales.
 
     Raises ValueError for files that are missing, truncated, or not those of the index.
     """
@@ -125,15 +125,15 @@ class TensorFolder:
         self.entries: dict[str, Entry] = {}
         for file in files:
             with self._open(file) as opened:
-                for name in opened.keys():  # noqa: SIM118  (no mapping)
+                for name in opened.keys():  # noqa: SIM118  (not a mapping)
                     if name in self.entries:
                         raise ValueError(f"{name} is in {self.entries[name].file} and in {file}")
                     if indexed and indexed.get(name) != file:
                         raise ValueError(f"{INDEX} does not say that {name} is in {file}")
                     part = opened.get_slice(name)
                     self.entries[name] = Entry(file, tuple(part.get_shape()), part.get_dtype())
-        if absent := sorted(indexed.keys() - self.entries.keys()):
-            raise ValueError(f"{indexed[absent[0]]} lacks {absent[0]}, which {INDEX} says is there")
+        if missing := sorted(indexed.keys() - self.entries.keys()):
+            raise ValueError(f"{indexed[missing[0]]} lacks {missing[0]}, which {INDEX} says is there")
 
     def _index(self) -> dict[str, str]:
         path = self.path / INDEX
@@ -150,7 +150,7 @@ class TensorFolder:
     @contextmanager
     def _open(self, file: str) -> Iterator[Any]:
         try:
-            with safe_open(finite(self.path / file), framework="pt") as opened:
+            with safe_open(regular_file(self.path / file), framework="pt") as opened:
                 yield opened
         except SafetensorError as error:
             raise ValueError(f"{self.path / file} is truncated or damaged ({error})") from None
@@ -158,7 +158,7 @@ class TensorFolder:
             raise ValueError(f"{self.path / file} cannot be read") from None
 
     def read(self, name: str, first: int = 0, count: int = -1) -> Tensor:
-        """A tensor as it is stored, or `count` of its rows from row `first`; one of fp8 in fp32, and by its scales.
+        """A tensor as it is stored, or `count` of its rows from row `first`; fp8 is returned in fp32, scaled.
 
         Raises ValueError for one that is not finite.
         """
@@ -181,7 +181,7 @@ class TensorFolder:
             return opened.get_tensor(name) if count < 0 else opened.get_slice(name)[first : first + count]
 
     def unreadable(self, name: str, read: tuple[str, ...] = READ) -> str:
-        """Why a tensor, whose elements must be of a type in `read` or of fp8, cannot be read; empty if it can."""
+        """Why a tensor cannot be read, if its elements must be of a type in `read` or fp8; empty if it can."""
         entry = self.entries[name]
         if entry.dtype != FP8 or self.blocks is None:
             return "" if entry.dtype in read else f"{name} has elements of {entry.dtype}; {', '.join(read)} are read"
@@ -198,35 +198,35 @@ class TensorFolder:
         return torch.equal(self.read(name), self.read(other))
 
 
-# -- Files that are written --------------------------------------------------------------------------------------------
+# -- Writing files -----------------------------------------------------------------------------------------------------
 
 LARGEST = 5 * 10**9
-"""Bytes of a file."""
+"""Default size limit of a file, in bytes."""
 
 
 def write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], largest: int = LARGEST) -> None:
     """Write tensors to files of at most `largest` bytes, or of one tensor, and an index if there are several.
 
-    The tensors of a file are in memory until it is written. Raises OSError.
+    A file's tensors are in memory until it is written. Raises OSError.
     """
-    held, files, total = dict[str, Tensor](), list[list[str]](), 0
+    pending, files, total = dict[str, Tensor](), list[list[str]](), 0
 
     def write() -> None:
         file = folder / f"{len(files)}.tmp"
         file.touch()
-        mode = file.stat().st_mode  # which the library's own file, for one user alone, takes the place of
+        mode = file.stat().st_mode  # the library replaces the file by one that only the user can read
         try:
-            save_file(held, file, {"format": "pt"})
+            save_file(pending, file, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from None
         file.chmod(mode)
-        files.append(list(held))
-        held.clear()
+        files.append(list(pending))
+        pending.clear()
 
     for name, tensor in tensors:
-        if held and tensor.nbytes + sum(each.nbytes for each in held.values()) > largest:
+        if pending and tensor.nbytes + sum(each.nbytes for each in pending.values()) > largest:
             write()
-        held[name] = tensor.contiguous()
+        pending[name] = tensor.contiguous()
         total += tensor.nbytes
         del tensor  # before the next one is made
     write()

@@ -1,10 +1,9 @@
-"""Parameters made of the tensors of a folder, and tensors made of parameters.
+"""Makes parameters from the tensors of a folder, and tensors from parameters.
 
-hocket's own transformer goes by the rules of its family: `stored` says which elements of a parameter a tensor has, and
-both directions copy these. The names of a module's `state_dict` are those of its folder. Of a model of transformers
-some are not: there its own conversions say what was renamed, stacked, turned over or cut
-(`transformers.conversion_mapping`), and they are run, on the meta device first, which tells all names and shapes before
-anything is read.
+hocket's own transformer follows the rules of its family: `stored` defines which elements of a parameter a tensor has,
+and both directions copy these. A module's folder has the names of its `state_dict`. A model of transformers may differ:
+its own conversions rename, stack, transpose or split tensors (`transformers.conversion_mapping`). They are first run on
+the meta device, which gives all names and shapes before anything is read.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from hocket.pretrained.folder import FP8, MXFP4_BLOCK, READ, TensorFolder, block
 
 Shape = tuple[int, ...]
 Read = Callable[..., Tensor]
-"""Gives a tensor by its name, or `count` of its rows from row `first`: `read(name, first, count)`."""
+"""Returns a tensor by its name, or `count` of its rows from row `first`: `read(name, first, count)`."""
 
 # -- rules of families -------------------------------------------------------------------------------------------------
 
@@ -50,30 +49,30 @@ def rules_of(family: Family, name: str) -> list[tuple[Rule, str]]:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor of a folder, by the elements of a parameter that it has."""
+    """A tensor of a folder, as the elements of a parameter that it has."""
 
     name: str
     shape: Shape
     pieces: tuple[Tensor, ...]
-    """Views of the parameter. In each of so many equal `blocks` of the tensor a part of each stands after the other.
-    None of one that has no elements, such as scales."""
+    """Views of the parameter. The tensor consists of `blocks` equal blocks; each block has its part of every view, in
+    order. Empty for a tensor without elements of the parameter, such as scales."""
     blocks: int = 1
 
-    def take(self, value: Tensor) -> None:
-        """Give the parameter the elements of the tensor."""
+    def load(self, value: Tensor) -> None:
+        """Copy the tensor's elements into the parameter."""
         sizes = [piece.numel() // self.blocks for piece in self.pieces]
         for piece, part in zip(self.pieces, value.reshape(self.blocks, -1).split(sizes, 1), strict=True):
             piece.copy_(part.reshape(piece.shape))
 
-    def made(self) -> Tensor:
-        """The tensor, of the parameter's elements."""
+    def tensor(self) -> Tensor:
+        """The tensor, from the parameter's elements."""
         if len(self.pieces) == 1:
             return self.pieces[0].reshape(self.shape)
         return torch.cat([piece.reshape(self.blocks, -1) for piece in self.pieces], 1).reshape(self.shape)
 
 
 def stored(rule: Rule, number: str, value: Tensor, model: ModelConfig, first: int = 0) -> Iterator[Stored]:
-    """The tensors of a parameter of this value; of experts, from number `first` on."""
+    """The tensors of a parameter with this value; for experts, from number `first` on."""
     names, count = [name.replace("{i}", number) for name in rule.theirs], len(rule.theirs)
     if rule.blocks:
         rows = {"k": model.delta_key_dim, "v": model.delta_heads // model.delta_key_heads * model.delta_value_dim}
@@ -106,7 +105,7 @@ def stored(rule: Rule, number: str, value: Tensor, model: ModelConfig, first: in
 
 
 def _neighbours(value: Tensor, dim: int) -> Tensor:
-    """A view in which elements of two halves along a dimension take turns: [..., N / 2, 2, ...] of [..., N, ...]."""
+    """A view that interleaves the two halves along a dimension: [..., N / 2, 2, ...] of [..., N, ...]."""
     halves = value.unflatten(dim, (2, -1))
     return halves.transpose(dim, dim + 1) if dim >= 0 else halves.transpose(dim, dim - 1)
 
@@ -127,19 +126,19 @@ def join(rule: Rule, number: str, shape: Shape, first: int, read: Read, model: M
         return value
     rows = (first, shape[0]) if rule.way in ("fused", "stacked") else ()
     for each in tensors:
-        each.take(read(each.name, *rows))
+        each.load(read(each.name, *rows))
     return value
 
 
 def split(rule: Rule, number: str, value: Tensor, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a parameter: what `join` was given."""
+    """The tensors of a parameter: the inverse of `join`."""
     assert rule.way != "mxfp4", "quantised tensors are only read"
-    return ((each.name, each.made()) for each in stored(rule, number, value, model))
+    return ((each.name, each.tensor()) for each in stored(rule, number, value, model))
 
 
 def _further(config: Mapping[str, Any], layers: int, names: Iterable[str]) -> list[str]:
-    """Those of the names that belong to layers after the last, as many as a key of `FURTHER_LAYERS` counts, or that
-    Qwen3-Next and 3.5 have for them.
+    """The names of tensors in additional layers after the last, as many as a key of `FURTHER_LAYERS` counts, or of
+    those that Qwen3-Next and 3.5 have.
     """
     count = max(config.get(key) or 0 for key in FURTHER_LAYERS)
     prefixes = ("mtp.", *(f"model.layers.{i}." for i in range(layers, layers + count)))
@@ -147,9 +146,9 @@ def _further(config: Mapping[str, Any], layers: int, names: Iterable[str]) -> li
 
 
 class PretrainedFolder:
-    """A model's folder: config.json, and the weights of hocket's transformer as its tensors have them.
+    """A model's folder: config.json, and the weights for hocket's transformer.
 
-    Raises ValueError, in one line, for a model that hocket's transformer is not.
+    Raises ValueError, in one line, for a model that hocket's transformer cannot compute.
     """
 
     def __init__(self, path: str) -> None:
@@ -160,7 +159,7 @@ class PretrainedFolder:
             self.path, blocks_of(config, "mxfp4" if any(rule.way == "mxfp4" for rule in self.family.own) else "fp8")
         )
         self.further = _further(config, self.model.layers, self.folder.entries)
-        """Tensors of layers that predict further tokens, which no parameter takes."""
+        """Tensors of layers that predict further tokens; no parameter uses them."""
 
     def require(self, model: ModelConfig) -> None:
         """Raise ValueError unless this folder has a model of such settings."""
@@ -168,7 +167,7 @@ class PretrainedFolder:
             raise ValueError(f"its config.json says {', '.join(found)}")
 
     def check(self, parameters: Mapping[str, Shape]) -> None:
-        """Raise ValueError unless the tensors of the folder make each parameter once, and all are used."""
+        """Raise ValueError unless the folder's tensors make each parameter once, and all are used."""
         entries, used, lacks = self.folder.entries, set[str](), list[str]()
         for name, shape in parameters.items():
             rule, number = self._rule(name)
@@ -196,14 +195,14 @@ class PretrainedFolder:
             raise ValueError(f"{self.path} has {listed(more)}, which no parameter takes")
 
     def _rule(self, name: str) -> tuple[Rule, str]:
-        """The rule of a parameter whose tensors are there; else the first."""
+        """The first rule of a parameter whose tensors exist; else the first rule."""
         rules = rules_of(self.family, name)
         assert rules, f"no rule for {name}"
         there = ((rule, i) for rule, i in rules if rule.theirs[0].format(i=i, e=0) in self.folder.entries)
         return next(there, rules[0])
 
     def value(self, name: str, shape: Shape, first_expert: int = 0) -> Tensor:
-        """A parameter, fp32; of experts, those from `first_expert` on that `shape` counts.
+        """A parameter, fp32; for experts, those from `first_expert` on, as many as `shape` says.
 
         Raises ValueError for tensors that are not finite.
         """
@@ -220,14 +219,14 @@ def listed(names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of one side that make tensors of the other, and no others do."""
+    """Tensors of one side that are made exactly from some tensors of the other side."""
 
     sources: tuple[str, ...]
     targets: Mapping[str, Shape]
     make: Callable[[Read], Mapping[str, Tensor]]
-    """The targets, of what the sources are."""
+    """The targets, from the values of the sources."""
     renames: bool = False
-    """Whether there is one source and one target, and they are the same."""
+    """Whether one source is one target, unchanged."""
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -236,7 +235,7 @@ def is_pretrained(model: nn.Module) -> bool:
 
 
 def plain(model: nn.Module) -> Any:
-    """A model of transformers as its author has it: of one that is sharded, another one on the meta device."""
+    """A model of transformers as its author wrote it: for a sharded one, a copy of its class on the meta device."""
     if not any(hasattr(param, "full_name") for param in model.parameters()):
         return model
     kind: Any = getattr(model, "_hocket_original", type(model))
@@ -245,7 +244,7 @@ def plain(model: nn.Module) -> Any:
 
 
 def of_family(family: Family, model: ModelConfig, state: Mapping[str, Shape]) -> Iterator[Group]:
-    """Tensors of hocket's own transformer as files of a family have them."""
+    """Tensors of hocket's own transformer in the layout of a family's files."""
     for name, shape in state.items():
         rule, number = rules_of(family, name)[0]
 
@@ -258,7 +257,7 @@ def of_family(family: Family, model: ModelConfig, state: Mapping[str, Shape]) ->
 
 
 def written(model: nn.Module, state: Mapping[str, Shape]) -> list[Group]:
-    """The tensors of files that `save_pretrained` writes of a module whose state has such shapes. Raises ValueError."""
+    """The tensors that `save_pretrained` writes for a module whose state has such shapes. Raises ValueError."""
     if not is_pretrained(model):
         return [_same(name, name, shape) for name, shape in state.items()]
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -273,7 +272,7 @@ def written(model: nn.Module, state: Mapping[str, Shape]) -> list[Group]:
 
 
 class _Conversions:
-    """Those of transformers, in one direction."""
+    """transformers' conversions, in one direction."""
 
     def __init__(self, model: Any, conversions: list[Any], backward: bool = False) -> None:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -283,7 +282,7 @@ class _Conversions:
         self.converters = [one for one in conversions if isinstance(one, WeightConverter)]
 
     def _renamed(self, name: str, known: Mapping[str, Any] | None) -> tuple[str, str | None]:
-        """The first name that a tensor becomes part of, and the pattern of the conversion that makes it."""
+        """The first target of a tensor's conversion, and the pattern of that conversion."""
         from transformers.core_model_loading import rename_source_key
 
         if self.backward:
@@ -296,7 +295,7 @@ class _Conversions:
         return found, pattern
 
     def groups(self, tensors: Mapping[str, Shape], known: Mapping[str, Any] | None) -> list[Group]:
-        """Of all tensors whose names become known ones; without `known`, of all."""
+        """Groups of all tensors whose targets are known; without `known`, of all tensors."""
         from transformers.core_model_loading import dot_natural_key, rename_source_key
 
         patterns = {pattern: one for one in self.converters for pattern in one.source_patterns}
@@ -340,9 +339,9 @@ def _same(source: str, target: str, shape: Shape) -> Group:
 class ModuleFolder:
     """A folder of safetensors, and the groups of its tensors that make the state of a module.
 
-    `state` has the shapes of all that the module saves, `others` further names of some -> the name that counts, and
-    `buffers` the names of what is no parameter. Raises ValueError, in one line, unless each is made once and all
-    tensors are used, for quantised weights, and for files that are damaged.
+    `state` has the shapes of everything that the module saves, `others` maps aliases to primary names, and `buffers`
+    has the names that are not parameters. Raises ValueError, in one line, unless each is made once and all tensors are
+    used, for quantised weights, and for damaged files.
     """
 
     def __init__(
@@ -367,13 +366,13 @@ class ModuleFolder:
         if more:
             raise ValueError(f"{path} has {listed(more)}, which the model does not take")
         for group in groups:
-            self._take(group, known, others, buffers)
+            self._add(group, known, others, buffers)
         if lacks := [name for name in state if name not in self._of]:
             raise ValueError(f"{path} lacks what makes {listed(lacks)}")
 
     @classmethod
     def of(cls, path: Path, model: nn.Module) -> ModuleFolder:
-        """That of a module that is not sharded. It may be on the meta device."""
+        """The folder for an unsharded module, which may be on the meta device."""
         names: dict[int, list[str]] = {}
         found = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
         for name, value in found.items():
@@ -390,8 +389,8 @@ class ModuleFolder:
         if (kind := config.get("model_type")) != model.config.model_type:
             raise ValueError(f"{self.path}/config.json has model_type = {kind}, the model {model.config.model_type}")
 
-    def _take(self, group: Group, known: Mapping[str, Shape], others: Mapping[str, str], buffers: set[str]) -> None:
-        """Note what a group makes."""
+    def _add(self, group: Group, known: Mapping[str, Shape], others: Mapping[str, str], buffers: set[str]) -> None:
+        """Register the tensors that a group makes."""
         for name, shape in group.targets.items():
             if name not in known:
                 raise ValueError(f"{listed(list(group.sources))} make {name}, which the model does not have")
@@ -415,9 +414,9 @@ class ModuleFolder:
         return next(iter(made.values())) if group.renames else made[name]
 
     def each(self) -> Iterator[tuple[tuple[str, ...], Callable[[], Callable[[str, int, int], Tensor]]]]:
-        """Names of tensors that are made together, and what reads them: it gives elements from one to another, 1-D.
+        """Names of tensors that are made together, and a function that reads them: it returns a range of elements, 1-D.
 
-        Of a tensor that is stored as it is, no more is read than the rows that have these elements.
+        For a tensor that is stored unchanged, only the rows with these elements are read.
         """
         by_group: dict[int, list[str]] = {}
         for name, group in self._of.items():

@@ -1,4 +1,4 @@
-"""Proves a program: the 14 invariants, each broken one reported with the ops involved.
+"""Proves a program: 14 invariants; each violation is reported with the ops involved.
 
     1  All ranks' lists with sends, receives and host waits have no cycle.
     2  Between two ranks, sends and receives come in the same order.
@@ -12,13 +12,13 @@
     9  A unit's gradients accumulate in ascending microbatch order.               check_memory.py
     10 Every op is on a lane of its kind.
     11 Activations in flight stay under the cap; receives, reloads do not run     check_memory.py
-       ahead of the list.
+       earlier than the list says.
     12 At the end nothing is left: values, weight slots, gradient slots, ops.     and check_memory.py
     13 Compute is queued before the host waits.
     14 A value, or its first reader's share, is dropped as soon as it may be.     check_memory.py
 
-Those without a file are here. What an op reads is in `values.py`; what "after" means is in `facts.py`. Everything takes
-time linear in the number of ops.
+Invariants without a file are checked here. `values.py` defines what an op reads, `facts.py` what "after" means. All
+checks take time linear in the number of ops.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hocket.program.check_memory import (
     values_live,
 )
 from hocket.program.facts import INVARIANTS, Facts, Violation, gather_facts
-from hocket.program.linearize import circle_of, waits
+from hocket.program.linearize import cycle_of, waits
 from hocket.program.ops import HOST, TIED, Key, Layout, Op, Program, stops_host, tied_lane
 from hocket.program.transformer import EMBED, HEAD
 from hocket.program.values import follows
@@ -54,9 +54,9 @@ _SHOWN = 10
 
 @without_collector()
 def check(program: Program, forward_only: bool = False) -> list[Violation]:
-    """All broken invariants, by number and rank; empty for a valid program.
+    """All violations, by invariant and rank; empty for a valid program.
 
-    `forward_only` says that the program is a validation: it must have no backward.
+    `forward_only`: the program is a validation and must have no backward.
     """
     if len(program.ranks) != program.layout.pp:
         message = f"{len(program.ranks)} ranks have ops, the layout has {program.layout.pp}"
@@ -70,7 +70,7 @@ def check(program: Program, forward_only: bool = False) -> list[Violation]:
 
 
 def assert_valid(program: Program, forward_only: bool = False) -> None:
-    """Raise ValueError with up to ten broken invariants."""
+    """Raise ValueError with up to ten violations."""
     found = check(program, forward_only)
     if found:
         shown = [str(violation) for violation in found[:_SHOWN]]
@@ -106,7 +106,7 @@ def expected(program: Program, rank: int, forward_only: bool = False) -> Iterato
 
 
 def complete(facts: Facts) -> Iterator[Violation]:
-    """Invariants 4 and 2: the ops that must be there are, once each, and no others."""
+    """Invariants 4 and 2: exactly the required ops, once each."""
     missing = dict.fromkeys(expected(facts.program, facts.rank, facts.forward_only))
     seen: Counter[Key] = Counter()
     for i, op in enumerate(facts.ops):
@@ -158,7 +158,7 @@ def side_values_reversed(facts: Facts) -> Iterator[Violation]:
 
 
 def lane_kinds(facts: Facts) -> Iterator[Violation]:
-    """Invariant 10: communication lanes carry only communication, and each its own kind."""
+    """Invariant 10: communication lanes carry only communication, each of its own kind."""
     for i, op in enumerate(facts.ops):
         lanes = _lanes_for(op, facts.layout, facts.rank)
         if op.lane not in lanes:
@@ -191,26 +191,26 @@ def _lanes_for(op: Op, layout: Layout, rank: int) -> tuple[str, ...]:
 # Invariants about order between ranks and inside merged steps: 1, 2, 3 and 13.
 #
 # Note: [A send and its receive are one event]
-# A send is done only when the peer's receive has been posted and has run, and both stand in FIFO lanes. So for the
-# question of deadlock the two are one node of the graph. That is why sends and receives need lanes of their own:
-# in an interleaved order rank 0 sends its second microbatch before it receives what the last rank sends back,
-# and with one lane for both every rank would wait for the next one around the ring.
+# A send is done only when the peer's receive has been posted and has run, and both are on FIFO lanes. So for deadlock
+# the two are one node of the graph. That is why sends and receives need separate lanes: in an interleaved order rank 0
+# sends its second microbatch before it receives from the last rank, and with one lane for both every rank would wait
+# for the next one around the ring.
 #
 # Note: [The host waits too]
-# Issuing a forward dispatch stops the host until the routing counts, made by the attention part before it,
-# have arrived. Ops that come later in the list cannot start before that, on any lane. A program whose lanes
-# alone are free of cycles can deadlock for this reason, so these waits are edges of the graph.
+# Issuing a forward dispatch blocks the host until the routing counts, made by the attention part before it, have
+# arrived. Later ops of the list cannot start before that, on any lane. A program whose lanes alone have no cycle can
+# deadlock for this reason, so these waits are edges of the graph.
 #
 # Note: [One host wait without work per merged step]
-# While the host waits, the GPU should have compute to do: in a merged layer step some compute op stands between
-# the attention part and the dispatch. The first layer of a step has the previous step's ops still queued, so one
-# per merged step is allowed. A forward that runs alone has nothing else to queue: the invariant is about merged
-# layers only.
+# While the host waits, the GPU should have compute queued: in a merged layer step some compute op comes between the
+# attention part and the dispatch. At the first layer of a step the previous step's ops are still queued, so one wait
+# without work per merged step is allowed. A forward that runs alone has nothing else to queue: the invariant is about
+# merged layers only.
 
 
 _EXPOSED_WAITS_ALLOWED = 1
 _HALVES = ("fwd", "recompute", "bwd", "wgrad")
-"""Verbs of which a pass consists."""
+"""Verbs of a pass."""
 
 
 def deadlock_free(program: Program, ranks: list[Facts]) -> Iterator[Violation]:
@@ -232,13 +232,13 @@ def deadlock_free(program: Program, ranks: list[Facts]) -> Iterator[Violation]:
     try:
         TopologicalSorter(before).prepare()
     except CycleError as error:
-        nodes, text = circle_of(error, program)
+        nodes, text = cycle_of(error, program)
         here = [position for rank, position in nodes if rank == nodes[0][0]]
         yield ranks[nodes[0][0]].fail(1, text, *here)
 
 
 def sends_match(ranks: list[Facts]) -> Iterator[Violation]:
-    """Invariant 2: between two ranks, per direction, what is sent is received, in the same order."""
+    """Invariant 2: between two ranks, per direction, sends and receives match, in the same order."""
     sent: dict[tuple[int, int, str], list[Key]] = defaultdict(list)
     received: dict[tuple[int, int, str], list[Key]] = defaultdict(list)
     for facts in ranks:
@@ -266,8 +266,8 @@ def sends_match(ranks: list[Facts]) -> Iterator[Violation]:
 def halves_independent(facts: Facts) -> Iterator[Violation]:
     """Invariant 3: two passes that overlap in the list have no data path and no dependency between them.
 
-    All passes of one microbatch are joined by a data path; passes of two microbatches never are. What is left
-    is a dependency between two ops of different passes, which would serialise what is meant to overlap.
+    All passes of one microbatch are joined by a data path; passes of two microbatches never are. The other case is a
+    dependency between two ops of different passes, which would serialise passes meant to overlap.
     """
     merged: set[frozenset[tuple[str, int, int]]] = set()
     for a, b in facts.merged:
@@ -339,4 +339,4 @@ _RULES = (
     receives_paced,
     reloads_paced,
 )
-"""The rules that look at one rank at a time."""
+"""Checks of one rank at a time."""

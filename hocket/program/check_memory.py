@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from hocket.program.facts import Facts, Violation
 from hocket.program.ops import TIED, WHOLE_MATRICES, Op, Program
 from hocket.program.transformer import EMBED
-from hocket.program.values import UnitName, first_reader, memory_of, unit_moved, unit_read, unit_written
+from hocket.program.values import UnitName, first_reader, memory_lane, unit_moved, unit_read, unit_written
 
 
 def values_live(facts: Facts) -> Iterator[Violation]:
@@ -52,15 +52,15 @@ def values_live(facts: Facts) -> Iterator[Violation]:
 def values_dropped_in_time(facts: Facts) -> Iterator[Violation]:
     """Invariant 14: a value, and the first reader's share of it, is dropped by the first op that may do so.
 
-    That is the first op of the lane to which the memory belongs that comes after the readers. A later one holds memory
-    that no plan has counted.
+    That is the first op after the readers on the lane that owns the memory. A later drop would hold memory longer than
+    the plan has counted.
     """
     trimmed, newest = {p for op in facts.ops for p in op.trims}, dict[str, int]()
     for q, op in enumerate(facts.ops):
         drops = [("the value", p, facts.readers.get(p, [])) for p in op.frees]
         shares = [*op.trims, *(p for p in op.frees if p not in trimmed)]
         for what, p, readers in [*drops, *(("a share", p, _first_readers(facts, p)) for p in shares)]:
-            earlier = newest.get(memory_of(facts.ops[p]), -1) if readers else -1
+            earlier = newest.get(memory_lane(facts.ops[p]), -1) if readers else -1
             if earlier >= max(readers, default=0) and all(facts.before(i, earlier) for i in readers):
                 message = (
                     f"{facts.show(q)} drops {what} of {facts.show(p)}, which {facts.show(earlier)} could have done"
@@ -70,15 +70,15 @@ def values_dropped_in_time(facts: Facts) -> Iterator[Violation]:
 
 
 def _first_readers(facts: Facts, p: int) -> list[int]:
-    """Who reads the share of a value that goes first; none if it has no shares."""
+    """Readers of the first share of a value; none if it has no shares."""
     readers = facts.readers.get(p, [])
     first = first_reader(facts.ops[p], facts.layout) if readers and facts.placed[p] else ""
     return [i for i in readers if facts.ops[i].part == first]
 
 
 def _late_enough(facts: Facts, p: int, q: int, what: str, readers: list[int]) -> Iterator[Violation]:
-    """What an op drops of a value is dropped by the lane that owns its memory, or by the step, after its readers."""
-    owner, lane = memory_of(facts.ops[p]), facts.ops[q].lane
+    """A drop is on the lane that owns the value's memory, or by the step, and after the readers."""
+    owner, lane = memory_lane(facts.ops[p]), facts.ops[q].lane
     if owner != lane and facts.ops[q].verb != "step":
         wrong = f"whose memory belongs to lane {owner}: only that lane, or the step, can tell when it is free"
         yield facts.fail(6, f"{facts.show(q)} on lane {lane} drops {what} of {facts.show(p)}, {wrong}", q, p)
@@ -89,7 +89,7 @@ def _late_enough(facts: Facts, p: int, q: int, what: str, readers: list[int]) ->
 
 
 def activations_capped(facts: Facts) -> Iterator[Violation]:
-    """Invariant 11: from its first forward op to its last backward op a chunk is in flight; the plan says how many."""
+    """Invariant 11: a chunk is in flight from its first forward op to its last backward op; the plan has a cap."""
     caps = facts.program.in_flight
     if facts.rank >= len(caps):
         yield facts.fail(11, f"in_flight={caps} gives no cap for this rank")
@@ -105,9 +105,9 @@ def activations_capped(facts: Facts) -> Iterator[Violation]:
 
 
 def reloads_paced(facts: Facts) -> Iterator[Violation]:
-    """Invariant 11 for what comes back from the host: it takes memory no earlier than its place in the list says.
+    """Invariant 11 for reloads: they allocate memory no earlier than their place in the list says.
 
-    By then the compute lane, to which that memory belongs, is done with what was there before.
+    By then the compute lane, which owns that memory, has finished with its previous content.
     """
     computed = -1
     for i, op in enumerate(facts.ops):
@@ -117,10 +117,10 @@ def reloads_paced(facts: Facts) -> Iterator[Violation]:
 
 
 def receives_paced(facts: Facts) -> Iterator[Violation]:
-    """Invariant 11 for received tensors: what the list has a reader for is read before the next receive is posted.
+    """Invariant 11 for received tensors: a tensor whose reader comes earlier in the list is read before the next recv.
 
-    A receive takes memory from the moment it is posted, and nothing but a dependency keeps the host from posting
-    all of a step at once. Two may wait for their readers, since a step of two items reads two.
+    A receive occupies memory once it is posted, and only a dependency keeps the host from posting all receives of a
+    step at once. Two tensors may wait for their readers, since a step of two items reads two.
     """
     waiting: dict[str, list[int]] = {}
     for i, op in enumerate(facts.ops):
@@ -138,23 +138,23 @@ def receives_paced(facts: Facts) -> Iterator[Violation]:
 #
 # Invariants about slots: weights (7, 12), gradients (5, 7, 9, 12), whole matrices (5, 7) and the host's memory (7, 12).
 #
-# Whatever lies in a slot is filled, read and ended by ops. One walk over a rank's list in host order, which is also the
-# order in which an executor hands out slots, asks of each of them whether happens-before bears it out.
+# Ops fill, read and end the content of a slot. One walk over a rank's list in host order, in which an executor also
+# assigns slots, checks that happens-before implies that order.
 
 
 class Use(NamedTuple):
-    """What an op does to what lies in a slot."""
+    """An op's access to the content of a slot."""
 
     kind: Literal["weights", "gradients", "matrices", "results", "saved tensors"]
     owner: Hashable
-    """Whose it is."""
+    """The unit, or other owner, of the content."""
     role: Literal["fill", "read", "end"]
     slot: tuple[str, int] | None = None
-    """None: that in which its owner has it."""
+    """None: the slot that its owner has."""
 
 
 _BROKEN: Mapping[str, int] = {"gradients": 5, "matrices": 5, "results": 5}
-"""Owner of a slot -> the invariant that is broken if the slot ends too early; 7 for all others."""
+"""Kind of a slot -> the invariant that is violated if the slot ends too early; 7 for all others."""
 
 
 def _uses(op: Op, program: Program) -> Iterator[Use]:
@@ -182,8 +182,8 @@ def _uses(op: Op, program: Program) -> Iterator[Use]:
 
 
 @dataclass
-class _Tenant:
-    """What lies in a slot: whose it is, and the ops that have filled and read it."""
+class _Content:
+    """The content of a slot: its owner, and the ops that have filled and read it."""
 
     owner: Hashable
     fills: list[int] = field(default_factory=list)
@@ -194,7 +194,7 @@ class _Slots:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.counts = {"weights": facts.program.weight_slots, "gradients": facts.program.grad_slots}
-        self.tenants: dict[tuple[str, tuple[str, int]], _Tenant] = {}
+        self.contents: dict[tuple[str, tuple[str, int]], _Content] = {}
         self.place: dict[tuple[str, Hashable], tuple[str, int]] = {}
         """(kind, owner) -> the slot that has it."""
         self.ended: dict[tuple[str, Hashable], int] = {}
@@ -205,47 +205,47 @@ class _Slots:
         count = counts.get(slot[0], 0) if counts is not None else slot[1] + 1
         if not 0 <= slot[1] < count:
             yield facts.fail(7, f"{facts.show(i)}: {slot[0]} has {count} slots of {use.kind}", i)
-        tenant, held = self.tenants.get((use.kind, slot)), self.place.get((use.kind, use.owner))
-        if held not in (None, slot) or (tenant and tenant.owner == use.owner and use.kind != "gradients"):
-            if (there := self.tenants.get((use.kind, held or slot))) is not None:  # else that is told already
+        content, held = self.contents.get((use.kind, slot)), self.place.get((use.kind, use.owner))
+        if held not in (None, slot) or (content and content.owner == use.owner and use.kind != "gradients"):
+            if (there := self.contents.get((use.kind, held or slot))) is not None:  # else already reported
                 p = there.fills[-1]
                 yield facts.fail(7, f"{facts.show(i)} fills a slot with what {facts.show(p)} has in one already", i, p)
-        if tenant and tenant.owner != use.owner:
-            p = tenant.fills[-1]
+        if content and content.owner != use.owner:
+            p = content.fills[-1]
             yield facts.fail(7, f"{facts.show(i)} overwrites {facts.show(p)}, which is still needed", i, p)
-            tenant = None
+            content = None
         if use.kind != "weights" and (use.kind, use.owner) in self.ended:
             p = self.ended[use.kind, use.owner]
             yield facts.fail(5, f"{facts.show(i)} comes after {facts.show(p)}, which needs it", i, p)
         for p in {self.ended[use.kind, key] for key in (slot, use.owner) if (use.kind, key) in self.ended}:
             yield from facts.comes_after(7, i, p, " has read it", "may overwrite its slot before")
-        tenant = self.tenants[use.kind, slot] = tenant or _Tenant(use.owner)
+        content = self.contents[use.kind, slot] = content or _Content(use.owner)
         self.place[use.kind, use.owner] = slot
-        tenant.fills.append(i)
+        content.fills.append(i)
 
     def read(self, i: int, use: Use) -> Iterator[Violation]:
         slot = use.slot or self.place.get((use.kind, use.owner))
-        tenant = self.tenants.get((use.kind, slot)) if slot else None
-        if tenant is None or tenant.owner != use.owner:
+        content = self.contents.get((use.kind, slot)) if slot else None
+        if content is None or content.owner != use.owner:
             yield self.facts.fail(7, f"{self.facts.show(i)} reads {use.kind} that are in no slot", i)
             return
-        tenant.reads.append(i)
-        yield from self.facts.comes_after(7, i, tenant.fills[-1])
+        content.reads.append(i)
+        yield from self.facts.comes_after(7, i, content.fills[-1])
 
     def end(self, i: int, use: Use, slot: tuple[str, int]) -> Iterator[Violation]:
-        tenant, number = self.tenants.get((use.kind, slot)), _BROKEN.get(use.kind, 7)
-        if tenant is None or tenant.owner != use.owner:
+        content, number = self.contents.get((use.kind, slot)), _BROKEN.get(use.kind, 7)
+        if content is None or content.owner != use.owner:
             yield self.facts.fail(number, f"{self.facts.show(i)} finds no {use.kind} of its own in its slot", i)
         else:
-            for p in (*tenant.fills, *tenant.reads):
+            for p in (*content.fills, *content.reads):
                 yield from self.facts.comes_after(number, i, p, ", which uses the same slot")
-            del self.tenants[use.kind, slot]
+            del self.contents[use.kind, slot]
             self.place.pop((use.kind, use.owner), None)
         self.ended[use.kind, slot] = self.ended[use.kind, use.owner] = i
 
 
 def slots_kept(facts: Facts) -> Iterator[Violation]:
-    """Invariants 5, 7 and 12: what lies in a slot is filled, then read, then ended, and only then overwritten."""
+    """Invariants 5, 7 and 12: a slot's content is filled, then read, then ended, and only then overwritten."""
     slots = _Slots(facts)
     for i, op in enumerate(facts.ops):
         for use in _uses(op, facts.program) if facts.placed[i] else ():
@@ -253,8 +253,8 @@ def slots_kept(facts: Facts) -> Iterator[Violation]:
                 yield from slots.read(i, use)
             else:
                 yield from (slots.fill if use.role == "fill" else slots.end)(i, use, use.slot)
-    for (kind, _), tenant in slots.tenants.items():
-        p = tenant.fills[-1]
+    for (kind, _), content in slots.contents.items():
+        p = content.fills[-1]
         yield facts.fail(12, f"the {kind} of {facts.show(p)} are never read and let go", p)
 
 
@@ -270,9 +270,9 @@ def gathers_counted(facts: Facts) -> Iterator[Violation]:
 
 
 def gradients_in_order(facts: Facts) -> Iterator[Violation]:
-    """Invariants 5, 9 and 12: a unit's microbatches are added up in ascending order, and the sum is reduced once.
+    """Invariants 5, 9 and 12: a unit's gradients are summed in ascending order of microbatches and reduced once.
 
-    Products may add weight gradients up, so those of a part ascend, too.
+    The weight gradients of a part ascend too, because the ops that compute them may accumulate.
     """
     written: dict[tuple[UnitName, str], int] = {}  # a part of a unit -> the latest op that wrote its gradient
     latest: dict[UnitName, int] = {}  # unit -> its latest add or reduce
@@ -301,17 +301,17 @@ def gradients_in_order(facts: Facts) -> Iterator[Violation]:
             latest[unit] = i
             if op.verb == "add":
                 sums[unit] = i
-            elif sums.pop(unit, None) is not None:  # that it comes after the latest add was asked above
+            elif sums.pop(unit, None) is not None:  # the order after the latest add was checked above
                 ended[unit] = i
     for p in sums.values():
         yield facts.fail(12, f"what {facts.show(p)} added up is never reduced", p)
 
 
 def updates_first(facts: Facts) -> Iterator[Violation]:
-    """Invariants 4 and 7: where a step updates weights, it does so of all units, before these are read or gathered.
+    """Invariants 4 and 7: a step that updates weights updates all units, before they are read or gathered.
 
-    And before new gradients are written where the old ones rest. Where Muon makes matrices whole, it does so with all
-    units of a class: they are collected, made orthogonal, scattered and moved.
+    And before new gradients overwrite the old ones. If Muon needs whole matrices of a class of units, every unit of the
+    class has collect, orthogonalise, scatter and update.
     """
     layout = facts.layout
     places = [i for i, there in enumerate(facts.placed) if there]

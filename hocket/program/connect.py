@@ -1,30 +1,29 @@
 """The last passes: dependencies from what ops read, and the place where each value is dropped.
 
 Note: [Only cross-lane dependencies are written down]
-The ops of a lane run in list order, so a dependency on the same lane says nothing new, and of several on one
-other lane the latest says it all. What is left is at most one per other lane: on a GPU, at most one event to
-wait for per lane.
+The ops of a lane run in list order, so a dependency within a lane is redundant, and of several on one other lane the
+latest implies the rest. At most one per other lane remains: on a GPU, at most one event to wait for per lane.
 
 Note: [A receive is not posted early]
-On a GPU a posted receive is a kernel that spins until its data arrives. So a receive waits for the compute op
-that stands before it in the list, the one that makes what this rank sends; from then on its data may come.
+On a GPU a posted receive is a kernel that spins until its data arrives. So a receive waits for the compute op before it
+in the list, which makes the tensor that this rank sends; the peer's data may arrive from then on.
 
-A reload waits for the same op: else it would bring back, as soon as the copies before it are done, what nobody will
-read for long.
+A reload waits for the same op. Otherwise it would run as soon as the copies before it are done, and its tensors would
+occupy memory long before they are read.
 
 Note: [A value is dropped by its own lane]
-A tensor returns to the memory pool of the stream that allocated it, and that stream may hand it out again at
-once. Dropping it is safe as soon as the owner's lane is known to run after every reader: then whatever the
-lane does next with that memory comes after them. Waiting for the readers just to drop a value would stall the
-lane; instead the value is dropped by the first op of its lane that already comes after all of them. Nothing
-waits, nothing is recorded on the allocator, and memory stays a few ops longer. What is left at the end is
-dropped by the step, which comes after everything; the next step's first ops come after it.
+A tensor returns to the memory pool of the stream that allocated it, and that stream may reuse it at once. Dropping it
+is safe as soon as the owner's lane is known to run after every reader: then whatever the lane does next with that
+memory comes after them. Waiting for the readers just to drop a value would stall the lane; instead the value is dropped
+by the first op of its lane that already comes after all of them. Nothing waits, nothing is recorded on the allocator,
+and memory stays allocated for a few more ops. The step drops the remaining values: it comes after everything, and the
+next step's first ops come after it.
 
-Note: [What comes back acknowledges what was sent]
-Nothing reads a send, so the compute lane would never learn that one is done, and would hold every sent value
-until the step. But what this rank receives tells: the neighbour had received so much from us before it made
-this. So the first reader of a received value also waits for the latest send that must have arrived by then.
-That send is done by then, so this wait costs nothing and closes no circle: it only tells the compute lane.
+Note: [A received tensor acknowledges sends]
+No op reads a send, so the compute lane would not learn that one is done, and would hold every sent value until the
+step. But a received tensor acknowledges sends: the neighbour had received so many of them before it made this tensor.
+So the first reader of a received value also waits for the latest send that must have arrived by then. That send is
+already done, so this wait costs nothing and adds no cycle: it only informs the compute lane.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from functools import cache
 
 from hocket.program.ops import TIED, Key, Lane, Layout, Op
 from hocket.program.transformer import EMBED
-from hocket.program.values import Meanings, Name, UnitName, meanings, memory_of, reads_itself, unit_moved
+from hocket.program.values import Meanings, Name, UnitName, meanings, memory_lane, reads_itself, unit_moved
 
 
 def connect(
@@ -60,9 +59,9 @@ def _connected(ops: list[Op], known: Meanings, also: Mapping[Key, Sequence[Key]]
 
 
 def free(ranks: Sequence[Sequence[Op]], layout: Layout, only: int | None = None) -> tuple[tuple[Op, ...], ...]:
-    """The connected ops of all ranks with `frees` filled in, and with what has to be known for that.
+    """The connected ops of all ranks with `frees` filled in, and with the waits that this needs.
 
-    With `only` those of one rank; the others stay as they are.
+    With `only`, those of one rank; the others are unchanged.
     """
     acknowledged = _acknowledgments(ranks, layout)
     return tuple(
@@ -73,22 +72,22 @@ def free(ranks: Sequence[Sequence[Op]], layout: Layout, only: int | None = None)
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank's connected ops, what they wait for by now, and who reads each value; all by position."""
+    """One rank's connected ops, what they wait for, and who reads each value; all by position."""
 
     ops: Sequence[Op]
     lanes: list[Lane]
     deps: list[tuple[int, ...]]
     readers: dict[int, list[int]]
     first_readers: dict[int, list[int]]
-    """Of values with shares for several parts: the readers of the first one's."""
+    """For values with shares for several parts: the readers of the first share."""
 
 
 def _rank(
     ops: Sequence[Op], layout: Layout, rank: int, acknowledged: Callable[[int], Iterator[tuple[int, int]]]
 ) -> _Rank:
-    """With acknowledgments: see Note: [What comes back acknowledges what was sent]."""
+    """With acknowledgments: see Note: [A received tensor acknowledges sends]."""
     known = meanings(layout, rank)
-    where: dict[int, dict[Name, int]] = defaultdict(dict)  # microbatch -> the ops of a name
+    where: dict[int, dict[Name, int]] = defaultdict(dict)  # microbatch -> position of each named op
     readers: dict[int, list[int]] = defaultdict(list)
     first: dict[int, list[int]] = defaultdict(list)
     for i, op in enumerate(ops):
@@ -120,11 +119,11 @@ def _with_frees(rank: _Rank) -> tuple[Op, ...]:
 
 
 Acknowledged = Callable[[int], Iterator[tuple[int, int]]]
-"""Of a rank: (receive, send), by position. What is received shows that this send, the latest so far, is done."""
+"""Of a rank: pairs (receive, send) of positions. The receive proves that this send, the latest so far, is done."""
 
 
 def _acknowledgments(ranks: Sequence[Sequence[Op]], layout: Layout) -> Acknowledged:
-    """See Note: [What comes back acknowledges what was sent]."""
+    """See Note: [A received tensor acknowledges sends]."""
 
     @cache
     def transfers(rank: int) -> dict[Key, int]:
@@ -158,15 +157,15 @@ def _acknowledgments(ranks: Sequence[Sequence[Op]], layout: Layout) -> Acknowled
 
 
 def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
-    """Everything that each op must come after, by position."""
-    where: dict[int, dict[Name, int]] = defaultdict(dict)  # microbatch -> the ops of a name
+    """All ops that each op must run after, by position."""
+    where: dict[int, dict[Name, int]] = defaultdict(dict)  # microbatch -> position of each named op
     gathered: dict[UnitName, int] = {}  # unit -> its latest gather
     released: dict[tuple[str, int], int] = {}  # weight slot -> its latest release
     slot_read: dict[tuple[str, int], int] = {}  # gradient slot -> its latest add or reduce
     last_reader: dict[UnitName, int] = {}
     updated: dict[UnitName, int] = {}
     written: dict[tuple[UnitName, int], int] = {}  # (unit, microbatch) -> latest weight gradient
-    brought: dict[tuple[str, int], int] = {}  # slot in the host's memory -> the latest reload
+    reloaded: dict[tuple[str, int], int] = {}  # slot in host memory -> the latest reload
     computed = reduced = -1  # the latest compute op, and the latest add or reduce of an embedding
     needs: list[list[int]] = []
     for i, op in enumerate(ops):
@@ -181,7 +180,7 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
             last_reader[unit] = i
             if unit in gathered:
                 need.append(gathered[unit])
-            elif unit in updated:  # held whole
+            elif unit in updated:  # not sharded
                 need.append(updated[unit])
         elif (unit := meaning.unit_written) is not None:
             if (unit[0], slot) in slot_read:
@@ -191,23 +190,23 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
             need.append(reduced)
         elif verb in ("recv", "reload"):  # see Note: [A receive is not posted early]
             need += [computed] if computed >= 0 else []
-            brought[part, slot] = i
+            reloaded[part, slot] = i
         elif verb == "offload":
-            need += [brought[part, slot]] if (part, slot) in brought else []
+            need += [reloaded[part, slot]] if (part, slot) in reloaded else []
         elif verb == "gather":
-            # That the unit has left its former slot follows: that slot's next tenant waited for it on this lane.
+            # The unit's former slot needs no wait: the next gather into that slot, on this lane, has waited for it.
             if (part, slot) in released:
                 need.append(released[part, slot])
             if unit_moved(op) in updated:
                 need.append(updated[unit_moved(op)])
             gathered[unit_moved(op)] = i
-        elif verb == "update":  # that new gradients come after it follows: wgrads come after what reads the weights
+        elif verb == "update":  # new gradients come after it without a wait: wgrads come after readers of the weights
             updated[unit_moved(op)], need = i, [there["scatter", part, chunk, layer]] if slot >= 0 else []
         elif verb == "release":
             need.append(last_reader[unit_moved(op)])
             released[part, slot] = i
         elif verb in ("add", "reduce"):
-            # That a reduce comes after its unit's adds follows: they are on this lane too, before that gradient.
+            # A reduce needs no wait for its unit's adds: their lane is that of this gradient, and they come before it.
             need.append(written[unit_moved(op), microbatch])
             slot_read[part, slot] = i
             reduced = i if part == EMBED.unit else reduced
@@ -255,13 +254,13 @@ def known_done(lanes: Sequence[Lane], deps: Sequence[Sequence[int]], lane: Lane)
 
 
 def _dropped_by(rank: _Rank) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Which op drops which values, and of which the first reader's share alone, where that is earlier.
+    """Which op drops which values, and which op drops a first reader's share, where that is earlier.
 
     See Note: [A value is dropped by its own lane].
     """
     lanes, frees, trims = rank.lanes, defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     positions: dict[Lane, list[int]] = defaultdict(list)
-    turn = []  # how many ops of its lane are before an op
+    turn = []  # for each op, its index in its lane
     for i, lane in enumerate(lanes):
         turn.append(len(positions[lane]))
         positions[lane].append(i)
@@ -272,12 +271,12 @@ def _dropped_by(rank: _Rank) -> tuple[dict[int, list[int]], dict[int, list[int]]
 
     @cache
     def learned(lane: Lane, other: Lane) -> list[int]:
-        """What the ops of a lane know to be done of another one. It only grows."""
+        """For each op of a lane, the latest op of another lane known to be done; ascending."""
         return [known(other)[i] for i in positions[lane]]
 
     def first_after(p: int, who: Sequence[int]) -> int:
-        """The first op of the lane of a value's memory that comes after its readers."""
-        mine, k = memory_of(rank.ops[p]), 0
+        """The first op, of the lane that owns a value's memory, that comes after its readers."""
+        mine, k = memory_lane(rank.ops[p]), 0
         for i in who:
             k = max(k, turn[i] if lanes[i] == mine else bisect_left(learned(mine, lanes[i]), i))
         return positions[mine][k] if k < len(positions[mine]) else len(lanes) - 1

@@ -1,16 +1,16 @@
-"""The first passes over a rank's ops, which keep a list per step: parts, sends and receives, what is deferred.
+"""The first passes over a rank's ops, which keep a list per step: parts, sends and receives, deferred ops.
 
-Note: [Two of what is big are kept apart]
-The gradients of head and embedding have one slot each. Between the two weight gradients that write it stands other
-compute, under which the first one is reduced: the other half's backward of the head, or what is left of the last
-layer.
+Note: [Gradients of head and embedding alternate]
+The gradients of head and embedding have one slot each. Between the two weight gradients that write it the template puts
+other compute, which overlaps with the first one's reduction: the other half's backward of the head, or the rest of the
+last layer.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from hocket.program.layer import BACKWARDS, FORWARDS, FULL, LATE, Token, pair_at_once
+from hocket.program.layer import BACKWARDS, FORWARDS, FULL, LATE, Token, pair_undeferred
 from hocket.program.ops import Lane, Layout, Op, Verb
 from hocket.program.parts import Part
 from hocket.program.pipeline import Item, Step
@@ -25,10 +25,10 @@ def expand(
 ) -> StepOps:
     """The parts of one step in host order, with dispatch and combine where experts are on other ranks.
 
-    Pairs forward layer i with backward layer L - 1 - i; where one chunk is longer, its remaining layers run alone. Two
+    Pairs forward layer i with backward layer L - 1 - i; if one chunk is longer, its remaining layers run alone. Two
     forwards, or two backwards, run through the same layers, and one gather serves both. The head's backward comes
     first, its forward and the embedding's backward last: they hide the sends. A step of weight gradients has those of
-    all layers, in the order of backward. Without `defer` those of two backwards stand after their input gradients.
+    all layers, in backward order. Without `defer` those of two backwards come right after their input gradients.
     """
     if step.wgrad:
         return [
@@ -43,7 +43,7 @@ def expand(
     if step.also:
         items = (step.fwd or step.bwd, step.also)
         sequences = (sequences[0] or sequences[1],) * 2
-        both = [*(FORWARDS if step.fwd else BACKWARDS if defer else pair_at_once(BACKWARDS))]
+        both = [*(FORWARDS if step.fwd else BACKWARDS if defer else pair_undeferred(BACKWARDS))]
     ops: StepOps = []
     for item in step.backwards:
         head = layout.is_last(rank, item[1])
@@ -60,7 +60,7 @@ def expand(
                 ops += ops_of(token, item, layers[at], layout)
             elif (
                 item and step.also and at == len(layers) and half == 0
-            ):  # see Note: [Two of what is big are kept apart]
+            ):  # see Note: [Gradients of head and embedding alternate]
                 ops += _embedding(item, layout, rank)
     for half, item in enumerate(step.forwards):
         ops += ops_of(LATE[1], item, forward[-1], layout) if half and forward else []
@@ -82,11 +82,12 @@ def op_of(verb: Verb, part: Part, item: Item, layer: int = -1) -> Op:
 
 
 def ops_of(token: Token, item: Item, layer: int, layout: Layout) -> StepOps:
-    """What a template's token means for one layer of an item; nothing for what the layer does not have.
+    """The ops of a template's token for one layer of an item; none if the layer lacks the part.
 
-    A recomputation stands right ahead of its backward. It waits for no gradient, so it runs while one is on its way. If
-    it communicates it stands ahead of the layer's backward, which it runs beside; if it computes what a reader does not
-    keep, ahead of that one's. A weight gradient that cannot wait stands right after it.
+    A recompute comes right before its backward. It needs no gradient, so it runs while one is in flight. A recompute
+    that communicates comes before the layer's first backward, which it overlaps. A recompute for a reader that does not
+    save its input comes before that reader's backward. A weight gradient that cannot be deferred comes right after its
+    backward.
     """
     (verb, letter), kind = token, layout.type_of(layer)
     part = kind.with_letter(letter)
@@ -110,7 +111,7 @@ def _is_early(token: Token, layout: Layout) -> bool:
 
 
 def _early_ops(item: Item, layer: int, layout: Layout) -> StepOps:
-    """The backward of a layer that runs in the step before, or at the start."""
+    """The layer's backward that runs in the step before, or at the start."""
     last = layout.type_of(layer).exit
     return ops_of(("bwd", last.letter), item, layer, layout) if last.early else []
 
@@ -118,12 +119,12 @@ def _early_ops(item: Item, layer: int, layout: Layout) -> StepOps:
 def insert_p2p(
     per_step: list[StepOps], steps: tuple[Step, ...], layout: Layout, rank: int, ahead: int = 1
 ) -> list[StepOps]:
-    """Insert sends after the ops that make what is sent, and receives ahead of their readers.
+    """Insert sends after the ops that make their tensors, and receives before their readers.
 
-    The receive for an item stands right after the send of the item before it in its direction, or with `ahead` two
-    after the one before that, as a step of two items needs it; but at most `ahead + 1` steps before its reader. The
-    first forward's are at the start, the first backward's after the last forward before it. Its wait is wherever its
-    value is first read: that falls out of the dependencies.
+    The receive for an item comes right after the previous item's send in the same direction. With `ahead` two, as a
+    step of two items needs it, it comes after the send before that. It is never more than `ahead + 1` steps before its
+    reader. The first forward's receives are at the start; the first backward's come after the last forward before it.
+    The dependencies make the first reader wait.
     """
     if layout.pp == 1:
         return per_step
@@ -170,19 +171,19 @@ def _receive(item: Item, part: Literal["act", "grad"], layout: Layout, rank: int
 
 
 def _producer(ops: StepOps, item: Item, forward: bool) -> int:
-    """Position of the last layer op of an item's forward, or of its input gradient; without layers, of the end's."""
+    """Position of an item's last layer forward or input gradient; in a stage without layers, of its end's."""
     verb = "fwd" if forward else "bwd"
     mine = [i for i, op in enumerate(ops) if op.verb == verb and (op.microbatch, op.chunk) == item]
     return max([i for i in mine if ops[i].layer >= 0] or mine)
 
 
 def defer_past_send(ops: StepOps, layout: Layout, layers: int, parts: str) -> StepOps:
-    """Move the weight gradients of the last `layers` backward layers after the step's sends, all others ahead of them.
+    """Move the weight gradients of the last `layers` backward layers after the step's sends, all others before them.
 
-    `parts` is `all` for those of all parts; else it is those of the layers' first parts alone. They then run while
-    the gradient travels and the next one is awaited; the head's forward stays after them, unless it is what reads the
-    received activation, because its stage has no layers: what is received next is posted after it. A step that sends
-    nothing is left as it is; an activation alone is a p2p transfer to hide as well.
+    `parts` is `all`, or else only the layers' first parts are moved. Moved ops then run while the gradient travels and
+    the next one is awaited. The head's forward comes after them, unless its stage has no layers: then it reads the
+    received activation, and the next receive is posted after it. A step that sends nothing is unchanged; an activation
+    alone is a p2p transfer to hide as well.
     """
     if not any(op.verb == "send" for op in ops):
         return ops
@@ -206,7 +207,7 @@ def defer_past_send(ops: StepOps, layout: Layout, layers: int, parts: str) -> St
 
 
 def _ahead_of_send(ops: StepOps) -> StepOps:
-    """The same ops with all of a backward's weight gradients ahead of the send of its input gradient."""
+    """The same ops with all of a backward's weight gradients before the send of its input gradient."""
     for send in [op for op in ops if op.verb == "send" and op.part == "grad"]:
         item, sent = (send.microbatch, send.chunk), ops.index(send)
         late = [op for op in ops[sent:] if op.verb == "wgrad" and op.layer >= 0 and (op.microbatch, op.chunk) == item]
@@ -215,11 +216,11 @@ def _ahead_of_send(ops: StepOps) -> StepOps:
 
 
 def defer_head(per_step: list[StepOps], count: int) -> list[StepOps]:
-    """Move the head's weight gradients of the last `count` microbatches, -1 for all, after everything else of a rank.
+    """Move the head's weight gradients of the last `count` microbatches, -1 for all, to the end of the rank's list.
 
-    In front of them nobody waits: the gradient that goes back through the pipeline leaves earlier, and the rank, which
-    is done before the others, adds up what is left while they finish. The last ones it is, so that gradients are still
-    added up in the order of microbatches. Until then inputs and gradients of the logits are kept.
+    No op waits for them: the gradient that goes back through the pipeline leaves earlier, and this rank, which finishes
+    before the others, computes them while those finish. Gradients are still summed in the order of microbatches,
+    because the last ones move. Inputs and gradients of the logits are kept until then.
     """
     found = [op for ops in per_step for op in ops if op.verb == "wgrad" and op.part == HEAD.name]
     late = found if count < 0 else found[max(0, len(found) - count) :]

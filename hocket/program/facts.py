@@ -1,17 +1,16 @@
 """What the checker knows about one rank: where each op is, what happens before what, which passes overlap.
 
 Note: [Happens-before is judged rank by rank]
-Op a happens before op b of the same rank if a chain of lane order and dependencies leads from a to b. A path
-may also lead over other ranks (a send, its receive, ... , a receive here), but nothing that protects memory
-should lean on it: the checker demands a chain within the rank. So it may refuse a program that would have
-run; it never accepts one because of what another rank is believed to do. Deadlock is the one question that
-needs all ranks at once (`check.py`).
+Op a happens before op b of the same rank if a chain of lane order and dependencies leads from a to b. A path may also
+lead over other ranks (a send, its receive, ... , a receive here), but memory safety should not rely on it: the checker
+demands a chain within the rank. So it may refuse a program that would have run; it never accepts one because of an
+assumption about another rank. Only deadlock needs all ranks at once (`check.py`).
 
 Note: [A clock per op]
-For every op we keep, per lane, the position of the latest op of that lane that happens before it, itself
-included. The lanes are FIFO, so "a happens before b" is one comparison, and all clocks take one pass over the
-list. The lowering keeps similar clocks (`connect.py`). This code is separate on purpose: a proof that shares
-its arithmetic with what it proves would share its mistakes.
+For every op we keep, per lane, the position of the latest op of that lane that happens before it, itself included. The
+lanes are FIFO, so "a happens before b" is one comparison, and all clocks take one pass over the list. The lowering
+keeps similar clocks (`connect.py`). This code is separate on purpose: a proof that shares its arithmetic with what it
+proves would share its mistakes.
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ class Span:
 class Facts:
     """One rank of a program, indexed.
 
-    `where` is the position of every key (the last one, if a key comes twice), `reads` the keys whose values each
+    `where` is the position of every key (the last one, if a key occurs twice), `reads` the keys whose values each
     op uses, `readers` the positions that use the value of a position; an update or offload counts as its own reader.
-    `late_deps` are (op, dependency) pairs whose dependency isn't an earlier position; they are left out of the clocks.
+    `late_deps` are (op, dependency) pairs whose dependency isn't an earlier position; the clocks ignore them.
     `merged` are the pairs of spans that overlap in the list.
     """
 
@@ -108,7 +107,7 @@ class Facts:
     def comes_after(
         self, invariant: int, i: int, p: int, why: str = "", what: str = "may run before"
     ) -> tuple[Violation, ...]:
-        """What is broken unless op p happens before op i: nothing, or that."""
+        """A violation unless op p happens before op i."""
         if self.clocks[i][self.lane[p]] >= p:
             return ()
         return (self.fail(invariant, f"{self.show(i)} {what} {self.show(p)}{why}", i, p),)
@@ -119,7 +118,7 @@ class Facts:
 
 
 def has_place(op: Op, layout: Layout) -> bool:
-    """Whether an op's chunk and layer exist, and what it works on: a part of that layer, or a unit."""
+    """Whether an op's chunk and layer exist, and its part belongs to the layer or names a unit."""
     if op.verb == "step":
         return True
     if not (0 <= op.chunk < layout.chunks and -1 <= op.layer < len(layout.kinds)):
@@ -150,7 +149,7 @@ def gather_facts(program: Program, rank: int, forward_only: bool = False) -> Fac
 
 
 def _clocks(ops: tuple[Op, ...], lane: list[int], lanes: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """See Note: [A clock per op]. Also the dependencies that don't point to an earlier position."""
+    """See Note: [A clock per op]. Also returns the dependencies that don't point to an earlier position."""
     latest = [[-1] * lanes for _ in range(lanes)]
     clocks: list[list[int]] = []
     late: list[tuple[int, int]] = []
@@ -159,7 +158,7 @@ def _clocks(ops: tuple[Op, ...], lane: list[int], lanes: int) -> tuple[list[list
         for d in op.deps:
             if not 0 <= d < i:
                 late.append((i, d))
-            elif clock[lane[d]] < d:  # otherwise all that happens before d is known already
+            elif clock[lane[d]] < d:  # otherwise the clock already includes everything before d
                 clock = list(map(max, clock, clocks[d]))
         clock[lane[i]] = i
         latest[lane[i]] = clock

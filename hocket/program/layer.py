@@ -1,7 +1,7 @@
 """Orders of parts inside one layer step, as data.
 
-A template lists the ops of one merged layer step, forward layer `i` of one microbatch beside backward layer
-`j` of another, in host order. F, B and W are forward, input gradient and weight gradient; letters are those of parts
+A template lists the ops of one merged layer step, forward layer `i` of one microbatch with backward layer `j` of
+another, in host order. F, B and W are forward, input gradient and weight gradient; letters are those of parts
 (`program/parts.py`): a, d, e, c, u are attn, dispatch, experts (or a dense layer's mlp), combine, unpermute. The
 literature's order:
 
@@ -10,18 +10,17 @@ literature's order:
     a2a       cB          dF      dB      cF                        dB beside eW and eF, cF beside aB and aW
 
 Note: [uB' belongs to the next layer]
-The backward of unpermute must run before the backward all-to-all of combine can start. Placed at the head of
-its own layer step it would sit after the previous step's weight gradient and uncover that all-to-all.
-So `uB` in a template is the one of the *next* backward layer, right after the gradient that it needs. `Part.early`
-says of which parts that holds.
+The backward of unpermute must run before the backward all-to-all of combine can start. At the head of its own layer
+step it would run after the previous step's weight gradient and expose that all-to-all. So `uB` in a template is the one
+of the *next* backward layer, right after the gradient that it needs. `Part.early` marks such parts.
 
 Note: [A long op is queued before the host waits]
-dispatch forward stops the host until the routing counts have arrived. In every template the backward of
-experts is issued before it, so that the GPU has work meanwhile.
+dispatch forward blocks the host until the routing counts have arrived. In every template the backward of experts is
+issued before it, so that the GPU has work meanwhile.
 
 Note: [Templates for other kinds of layers]
-A template names parts by their letters, and a kind of layer takes from it the letters that it has: a dense layer has no
-dispatch. Kinds with other letters get a template of their own from `woven`, or one that `plan.layer_order` spells out.
+A template names parts by their letters, and a kind of layer uses the letters that it has: a dense layer has no
+dispatch. Kinds with other letters get a template from `interleaved`, or from the text of `plan.layer_order`.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ backward, under combine: the best order when all-to-alls take longer than attent
 """
 
 Half = tuple[int, Token]
-"""A token of one half of a step of two forwards or two backwards: 0 for the earlier microbatch, 1 for the other."""
+"""A token of a template of two forwards or two backwards: 0 for the earlier microbatch, 1 for the other."""
 
 
 def pair_template(text: str) -> tuple[Half, ...]:
@@ -70,7 +69,7 @@ def pair_template(text: str) -> tuple[Half, ...]:
 
 
 LATE: Half = (1, ("fwd", "u"))
-"""What of `FORWARDS` belongs to the layer before."""
+"""The token of `FORWARDS` that belongs to the layer before."""
 
 FORWARDS = pair_template("aF1 uF2 aF2 dF1 eF1 dF2 cF1 eF2 cF2 uF1")
 """Two forwards of one layer. `uF2` is the one of the layer *before*, since its combine runs under `uF1` and `aF1`:
@@ -80,7 +79,7 @@ FORWARDS = pair_template("aF1 uF2 aF2 dF1 eF1 dF2 cF1 eF2 cF2 uF1")
 """
 
 BACKWARDS = pair_template("cB1 cB2 eB1 dB1 eB2 dB2 eW1 aB1 uB1 eW2 aB2 uB2 aW1 aW2")
-"""Two backwards of one layer. `uB1` and `uB2` are those of the layer that comes next, as everywhere:
+"""Two backwards of one layer. `uB1` and `uB2` are those of the next backward layer, as in all templates:
 
     compute       eB1  eB2      eW1  aB1 uB1' eW2  aB2 uB2' aW1 aW2       cB1 runs beside eW2 and aB2, cB2 beside aW1,
     a2a           cB2  dB1      dB2           cB1'          cB2'          aW2 and eB1, dB1 beside eB2, dB2 beside aB1
@@ -93,33 +92,33 @@ ALONE = template("aF dF eF cF uF cB eB eW dB aB uB aW")
 
 
 FULL = moe(ep=2)
-"""The kind of layer that has all the letters of the templates above."""
+"""The kind of layer with all letters of the templates above."""
 
 
 def chains(kind: LayerKind) -> tuple[list[str], ...]:
-    """What of one layer runs after what, as words of a template."""
+    """Chains of a layer's template words, each of which needs the one before it."""
     forward = [f"{part.letter}F" for part in kind.parts]
     backward = [f"{part.letter}B" for part in reversed(kind.parts) if not part.early]
-    early = [f"{part.letter}B" for part in kind.parts if part.early]  # of the layer that comes next
+    early = [f"{part.letter}B" for part in kind.parts if part.early]  # of the next backward layer
     return (forward, backward + early, *([f"{p.letter}B", f"{p.letter}W"] for p in reversed(kind.weighted)))
 
 
 def merged_order(text: str, layout: Layout | None = None) -> tuple[Token, ...]:
     """The order of a merged layer step that `plan.layer_order` names or spells out, for the layers of a layout.
 
-    A name stands for an order of hocket's own letters. Layers with others get theirs from `woven` instead. Raises
+    A name selects an order of hocket's own letters; for layers with others it selects that of `interleaved`. Raises
     ValueError for an order that cannot run.
     """
     largest = FULL if layout is None else _largest(layout)
     if text in MERGED:
-        return MERGED[text] if largest is FULL else woven(largest)
+        return MERGED[text] if largest is FULL else interleaved(largest)
     if problem := order_problem(text, largest):
         raise ValueError(f"plan.layer_order={text!r}: {problem}")
     return template(text)
 
 
 def order_problem(text: str, kind: LayerKind = FULL) -> str:
-    """Why `text` names and spells out no order of a merged layer step that can run; empty if it does."""
+    """Why `text` is no order of a merged layer step that can run; empty if it is one."""
     words = text.split()
     place = {word: position for position, word in enumerate(words)}
     if text in MERGED:
@@ -141,7 +140,7 @@ def order_problem(text: str, kind: LayerKind = FULL) -> str:
 
 
 def pairs_problem(layout: Layout) -> str:
-    """Why steps of two forwards or two backwards cannot be had for a layout; empty if they can."""
+    """Why a layout cannot have steps of two forwards or two backwards; empty if it can."""
     if _largest(layout) is FULL:
         return ""
     names = " and ".join(kind.name for kind in layout.layer_types)
@@ -149,12 +148,12 @@ def pairs_problem(layout: Layout) -> str:
 
 
 def _largest(layout: Layout) -> LayerKind:
-    """The kind of a layout whose orders serve all others; hocket's own full one if its orders will do.
+    """The kind of a layout whose orders fit all others; hocket's own full one if its orders fit.
 
-    Raises ValueError if no kind's will.
+    Raises ValueError if there is none.
     """
     for kind in (FULL, *layout.layer_types):
-        if all(_serves(kind, other) for other in layout.layer_types):
+        if all(_fits(kind, other) for other in layout.layer_types):
             return kind
     every = {part.letter for kind in layout.layer_types for part in kind.parts}
     names = " and ".join(kind.name for kind in layout.layer_types)
@@ -164,8 +163,8 @@ def _largest(layout: Layout) -> LayerKind:
     )
 
 
-def _serves(kind: LayerKind, other: LayerKind) -> bool:
-    """Whether an order for one kind holds all ops of another, each after what it reads."""
+def _fits(kind: LayerKind, other: LayerKind) -> bool:
+    """Whether an order for one kind has all ops of another, each after what it reads."""
     roles = {part.letter: part for part in kind.parts}
     letters = [part.letter for part in other.parts]
     return [letter for letter in roles if letter in letters] == letters and all(
@@ -174,11 +173,11 @@ def _serves(kind: LayerKind, other: LayerKind) -> bool:
     )
 
 
-def woven(kind: LayerKind) -> tuple[Token, ...]:
-    """An order of a merged layer step for any kind of layer: a transfer of one half runs beside compute of the other.
+def interleaved(kind: LayerKind) -> tuple[Token, ...]:
+    """An order of a merged layer step for any kind of layer: a transfer of one half overlaps compute of the other.
 
-    Both halves are cut after their transfers. Then a stretch of compute of the forward, one of the backward, the
-    transfers after them and weight gradients alternate.
+    Both halves are split after their transfers. The order alternates: a stretch of the forward's compute, one of the
+    backward's, the transfers after them, and weight gradients.
     """
     forward, backward = _stretches(kind.parts), _stretches(tuple(reversed(kind.parts)))
     first: list[Part] = []
@@ -204,7 +203,7 @@ def woven(kind: LayerKind) -> tuple[Token, ...]:
 
 
 def _stretches(parts: tuple[Part, ...]) -> list[tuple[list[Part], list[Part]]]:
-    """Compute, and the transfers after it, again and again."""
+    """Splits parts into stretches of compute, each with the transfers after it."""
     found: list[tuple[list[Part], list[Part]]] = [([], [])]
     for part in parts:
         if not part.communicates and found[-1][1]:
@@ -230,12 +229,12 @@ def alone_order(layout: Layout) -> tuple[Token, ...]:
     return tuple(order)
 
 
-def at_once(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
+def undeferred(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
     """The same order with each weight gradient right after its input gradient: nothing is deferred."""
-    return tuple(token for _, token in pair_at_once(tuple((0, token) for token in tokens)))
+    return tuple(token for _, token in pair_undeferred(tuple((0, token) for token in tokens)))
 
 
-def pair_at_once(halves: tuple[Half, ...]) -> tuple[Half, ...]:
+def pair_undeferred(halves: tuple[Half, ...]) -> tuple[Half, ...]:
     """The same for a template of two items."""
     late = {(half, letter) for half, (verb, letter) in halves if verb == "wgrad"}
     order: list[Half] = []

@@ -1,10 +1,10 @@
 """One legal order of all ranks' ops: what a CPU executes, and what the dry run walks through.
 
 Note: [Why blocking sends cannot deadlock]
-Every rank executes its own part of one global order, and a send and its receive stand side by side in it.
-Take the earliest op in that order that hasn't been executed. Its rank has done all it had to do before, and if
-the op is a send or a receive, so has its partner's rank: the two meet. So there is always an op that can run,
-even if each send waits for its receiver. The step talks to all ranks, and it comes last on each.
+Every rank executes its own part of one global order, in which a send and its receive are adjacent. Take the earliest op
+in that order that hasn't been executed. Its rank has executed all its earlier ops; if the op is a send or a receive, so
+has the peer's rank, and the two match. So some op can always run, even if each send waits for its receiver. The step
+communicates with all ranks, and it comes last on each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Node = tuple[int, int]
 """(rank, position)."""
 
 _ANY_LANE = 0.02
-"""Chance to take any ready op, whatever the ranking of lanes."""
+"""Probability of taking any ready op, whatever the ranking of lanes."""
 
 
 def linearize(program: Program, seed: int | None) -> list[Node]:
@@ -37,7 +37,7 @@ def linearize(program: Program, seed: int | None) -> list[Node]:
     try:
         graph.prepare()
     except CycleError as error:
-        raise ValueError(f"no legal order: {circle_of(error, program)[1]}") from None
+        raise ValueError(f"no legal order: {cycle_of(error, program)[1]}") from None
     pick = _Closest() if seed is None else _Ranked(program, seed)
     order: list[Node] = []
     steps: list[Node] = []
@@ -52,7 +52,7 @@ def linearize(program: Program, seed: int | None) -> list[Node]:
 
 
 def waits(program: Program) -> tuple[dict[Node, set[Node]], dict[Node, Node]]:
-    """What each op comes right after, and the receive of each send: the two run together, as one named by the send."""
+    """The ops that each op must directly follow, and the receive of each send. A pair runs together, as the send."""
     where = {(rank, op.key): (rank, position) for rank, position, op in program}
     sends = ((rank, position, program.layout.peer(op, rank)) for rank, position, op in program if op.verb == "send")
     receive_of = {(rank, position): where[peer] for rank, position, peer in sends if peer in where}
@@ -69,8 +69,8 @@ def waits(program: Program) -> tuple[dict[Node, set[Node]], dict[Node, Node]]:
     return before, receive_of
 
 
-def circle_of(error: CycleError, program: Program) -> tuple[list[Node], str]:
-    """Ops that wait for each other, each for the next one, and a text about them; of a lane the first and the last."""
+def cycle_of(error: CycleError, program: Program) -> tuple[list[Node], str]:
+    """A cycle of ops that wait for each other, and a text about it with the first and last op of each lane."""
     nodes: list[Node] = error.args[1][:0:-1]
     lanes = [(rank, program.ranks[rank][position].lane) for rank, position in nodes]
     ends = [n for n, lane in enumerate(lanes) if lane != lanes[n - 1] or lane != lanes[(n + 1) % len(lanes)]]
@@ -95,14 +95,14 @@ class _Closest:
 class _Ranked:
     """Takes a ready op of the lane that ranks highest; now and then one of any lane.
 
-    The ranking is random. So some lanes run as far ahead as they may, others are starved: the orders in which
-    a missing dependency shows.
+    The ranking is random. So some lanes run as early as they can and others are starved, which exposes missing
+    dependencies.
     """
 
     def __init__(self, program: Program, seed: int) -> None:
         self._program = program
         self._random = random.Random(seed)
-        self._ready: dict[tuple[int, str], Node] = {}  # at most one op of a lane can be next
+        self._ready: dict[tuple[int, str], Node] = {}  # each lane has at most one next op
         lanes: list[tuple[int, str]] = [
             (rank, lane) for rank in range(len(program.ranks)) for lane in program.layout.lanes
         ]

@@ -4,15 +4,15 @@
     expand          expand.py          the parts of every layer, in host order
     sends           expand.py          sends and receives
     defer_wgrads    expand.py          weight gradients that hide the send
-    defer_head      expand.py          those of the head, for when its rank would idle
+    defer_head      expand.py          the head's weight gradients, until its rank would idle
     shard           shard.py           gather, release, add, reduce; slots
-    offload         offload.py         copies to the host's memory and back; slots there
+    offload         offload.py         copies to host memory and back; slots there
     connect         connect.py         dependencies
     free            connect.py         where each value is dropped
 
-`PASSES` is the chain. A caller may run another one: `build_program(..., passes=inserted("sends", mine))`. Up to
-`shard` a pass sees a rank's ops as a list per step, so it can speak of "the end of the step". Whatever a pass does,
-`check` tells whether the program still computes what plain training computes.
+`PASSES` is the chain. A caller may run another one: `build_program(..., passes=inserted("sends", mine))`. Until `shard`
+a pass sees a rank's ops as a list per step, so it can refer to "the end of the step". Whatever a pass does, `check`
+tells whether the program still computes what plain training computes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hocket.collector import without_collector
 from hocket.config import Config
 from hocket.program.connect import connect, free
 from hocket.program.expand import StepOps, defer_head, defer_past_send, expand, insert_p2p
-from hocket.program.layer import alone_order, at_once, merged_order, pairs_problem
+from hocket.program.layer import alone_order, merged_order, pairs_problem, undeferred
 from hocket.program.offload import offload
 from hocket.program.ops import Key, Layout, Op, Program
 from hocket.program.pipeline import (
@@ -44,7 +44,7 @@ from hocket.program.shard import Sharding, shard
 
 @dataclass(frozen=True)
 class Draft:
-    """A program that is being made: what it is made from, and the ops so far."""
+    """A program under construction: its inputs, and the ops so far."""
 
     layout: Layout
     microbatches: int
@@ -55,14 +55,14 @@ class Draft:
     steps: tuple[tuple[StepOps, ...], ...] = ()
     """The ops of every rank and step, in host order, until `shard` joins them."""
     ranks: tuple[tuple[Op, ...], ...] = ()
-    """The ops of every rank, from then on."""
-    held: tuple[Mapping[Key, tuple[Key, ...]], ...] = ()
-    """Of every rank: ops that wait for others whose values they do not read."""
+    """The ops of every rank, after that."""
+    extra_waits: tuple[Mapping[Key, tuple[Key, ...]], ...] = ()
+    """Per rank: ops that wait for others whose values they do not read."""
     weight_slots: Mapping[str, int] | None = None
     grad_slots: Mapping[str, int] | None = None
 
     def each(self, change: Callable[[int, tuple[StepOps, ...]], list[StepOps]]) -> Draft:
-        """The draft with other ops: `change` is given a rank and its steps."""
+        """The draft with other ops: `change` gets a rank and its steps."""
         return replace(self, steps=tuple(tuple(change(rank, steps)) for rank, steps in enumerate(self.steps)))
 
 
@@ -78,10 +78,10 @@ def expand_steps(draft: Draft) -> Draft:
 
 @lru_cache(maxsize=1)
 def _expanded(order: Order, layout: Layout, layer_order: str, defer: bool) -> tuple[tuple[tuple[Op, ...], ...], ...]:
-    """The ops of every rank and step. Candidates that differ in what is deferred past the send share them."""
+    """The ops of every rank and step. Cached for candidates that differ only in what is deferred past the send."""
     merged, alone = merged_order(layer_order, layout), alone_order(layout)
     if not defer:
-        merged, alone = at_once(merged), at_once(alone)
+        merged, alone = undeferred(merged), undeferred(alone)
     if any(step.also for steps in order for step in steps) and (problem := pairs_problem(layout)):
         raise ValueError(f"overlap.ep.merge_ends=on: {problem}; use overlap.ep.merge_ends=off")
     ranks = []
@@ -90,8 +90,8 @@ def _expanded(order: Order, layout: Layout, layer_order: str, defer: bool) -> tu
 
         @cache
         def like(step: Step, apart: bool, rank: int = rank) -> StepOps:
-            """The ops of a step, for all that have the same chunks."""
-            tokens = tuple(token for token in alone if token[0] != "wgrad") if apart else alone  # those have own steps
+            """The ops of a step, shared by all steps of the same chunks."""
+            tokens = tuple(token for token in alone if token[0] != "wgrad") if apart else alone  # in separate steps
             return expand(step, layout, rank, merged, tokens, defer)
 
         ranks.append(tuple(_numbered(step, like(_of_any(step), step.bwd in apart)) for step in steps))
@@ -99,7 +99,7 @@ def _expanded(order: Order, layout: Layout, layer_order: str, defer: bool) -> tu
 
 
 def expand_forwards(draft: Draft) -> Draft:
-    """The parts of forwards alone, as a validation has them."""
+    """The parts of a validation's forwards."""
     layout, alone = draft.layout, alone_order(draft.layout)
     ranks = (tuple(expand(step, layout, r, alone, alone) for step in steps) for r, steps in enumerate(draft.order))
     return replace(draft, steps=tuple(ranks))
@@ -117,7 +117,7 @@ def insert_sends(draft: Draft) -> Draft:
 
 
 def defer_wgrads(draft: Draft) -> Draft:
-    """Weight gradients after the send, to hide it."""
+    """Moves weight gradients after the send, to hide it."""
     if draft.config.overlap.defer_wgrad == "off":
         return draft
     layers, parts = draft.config.overlap.pp.late
@@ -126,9 +126,9 @@ def defer_wgrads(draft: Draft) -> Draft:
 
 
 def defer_heads(draft: Draft) -> Draft:
-    """The head's weight gradients to the end."""
+    """Moves the head's weight gradients to the end."""
     count = draft.config.overlap.pp.defer_head
-    meet = draft.layout.tied and not draft.layout.apart  # a gradient would wait for its other half
+    meet = draft.layout.tied and not draft.layout.apart  # both gradients share a slot, so none can be deferred
     if draft.config.overlap.defer_wgrad == "off" or draft.layout.pp == 1 or meet:
         return draft
     return draft.each(lambda _, steps: defer_head(list(steps), 0 if count == "auto" else count))
@@ -144,17 +144,18 @@ def shard_units(draft: Draft) -> Draft:
 
 
 def offload_saved(draft: Draft) -> Draft:
-    """Copies of what parts keep to the host's memory, and back."""
+    """Copies of saved tensors to host memory, and back."""
     if not draft.layout.offload:
         return draft
-    ranks, held = zip(*(offload(ops, draft.layout) for ops in draft.ranks), strict=True)
-    return replace(draft, ranks=ranks, held=held)
+    ranks, extra_waits = zip(*(offload(ops, draft.layout) for ops in draft.ranks), strict=True)
+    return replace(draft, ranks=ranks, extra_waits=extra_waits)
 
 
 def connect_lanes(draft: Draft) -> Draft:
     """What each op waits for."""
     return replace(
-        draft, ranks=connect([list(ops) for ops in draft.ranks], draft.layout, draft.held or ({},) * len(draft.ranks))
+        draft,
+        ranks=connect([list(ops) for ops in draft.ranks], draft.layout, draft.extra_waits or ({},) * len(draft.ranks)),
     )
 
 
@@ -173,15 +174,15 @@ PASSES: Mapping[str, Pass] = {
     "connect": connect_lanes,
     "free": free_values,
 }
-"""The chain of passes of every training step, by name, in their order."""
+"""The chain of passes of every training step, by name, in order."""
 FORWARD_PASSES: Mapping[str, Pass] = {
     "expand": expand_forwards, **{name: PASSES[name] for name in ("sends", "shard", "connect", "free")}
 }  # fmt: skip
-"""That of a validation."""
+"""The chain of a validation."""
 
 
 def inserted(after: str, *more: Pass, passes: Mapping[str, Pass] = PASSES) -> dict[str, Pass]:
-    """A chain of passes with more of them after the one named `after`. Raises ValueError if there is none."""
+    """A chain of passes with others inserted after the one named `after`. Raises ValueError if there is none."""
     if after not in passes:
         raise ValueError(f"there is no pass {after!r}; there are {', '.join(passes)}")
     chain: dict[str, Pass] = {}
@@ -201,14 +202,14 @@ def build_program(
     frees: bool = True,
     passes: Mapping[str, Pass] = PASSES,
 ) -> Program:
-    """The whole chain: the Program of one optimizer step. Of `config` it reads the sections `plan` and `overlap`.
+    """Run the whole chain: the Program of one optimizer step. Reads the sections `plan` and `overlap` of `config`.
 
-    Without `frees` nothing is ever dropped: enough to know times, and made sooner; `free_rank` does the rest.
+    Without `frees` values are never dropped: enough to simulate times, and faster; `free_rank` adds the drops.
     """
     order, notes = choose_order(layout, microbatches, config)
     chain = [one for name, one in passes.items() if frees or name != "free"]
     made = replace(_made(Draft(layout, microbatches, config, sharding, order), chain), notes=tuple(notes))
-    if frees:  # no candidate: a whole program may be large, and is made once
+    if frees:  # not a candidate: don't cache a large program that is built once
         _expanded.cache_clear()
     return made
 
@@ -227,7 +228,7 @@ def _made(draft: Draft, chain: list[Pass]) -> Program:
 
 
 def _of_any(step: Step) -> Step:
-    """A step of the same chunks, with numbers of its items in place of microbatches."""
+    """A step of the same chunks, with its items numbered in place of microbatches."""
     items = (step.fwd, step.bwd, step.wgrad, step.also)
     return Step(*(item and (number, item[1]) for number, item in enumerate(items)))
 
@@ -239,14 +240,14 @@ def _numbered(step: Step, ops: StepOps) -> tuple[Op, ...]:
 
 
 def free_rank(program: Program, rank: int) -> Program:
-    """A program built without `frees`, but for one rank as if it had been built with them."""
+    """A program built without `frees`, with the drops added for one rank."""
     return replace(program, ranks=free(program.ranks, program.layout, only=rank))
 
 
 def build_forward(beside: Program, config: Config, sharding: Sharding) -> Program:
     """The Program of a validation: forwards alone, in the weight slots of the training program `beside`.
 
-    Its gathers run ahead as far as these slots allow. Its last op, `step all`, only joins the lanes.
+    Gathers are prefetched as far as these slots allow. The last op, `step all`, only joins the lanes.
     """
     layout, microbatches, overlap = beside.layout, beside.microbatches, config.overlap
     order = forward_only(layout.pp, layout.chunks, microbatches)
@@ -260,7 +261,7 @@ def build_forward(beside: Program, config: Config, sharding: Sharding) -> Progra
 
 
 def choose_order(layout: Layout, microbatches: int, config: Config) -> tuple[Order, list[str]]:
-    """The order of microbatches that a plan's settings ask for, and remarks about it. Rules refuse what cannot be."""
+    """The order of microbatches for a plan's settings, and remarks about it. Rules have refused impossible ones."""
     plan, ep = config.plan, config.overlap.ep
     kind, merge = plan.order, ep.merge != "off"
     assert microbatches >= 1

@@ -1,15 +1,14 @@
-"""The grid of ranks: who is where, and who shares a group with whom.
+"""The grid of ranks: each rank's coordinates, and the members of every group.
 
 Global rank = `((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank`. Tensor-parallel ranks communicate within every
-layer. They are neighbours, so that they stay inside a host where they can. The ranks of a tp group that have one place
-in it, taken over all groups, are like the ranks of a run without tensor parallelism. Context-parallel ranks have tokens
-of the same sequences, and for everything but attention they are data-parallel ranks.
+layer. They are neighbours, so that they stay within a host if possible. Ranks with the same position in their tp groups
+are like the ranks of a run without tensor parallelism. Context-parallel ranks have tokens of the same sequences; for
+everything but attention they are data-parallel ranks.
 
-Experts know neither tensor nor context parallelism. Between layers each of the dp * cp * tp ranks of a pipeline rank
-has tokens of its own, so experts take all of them for data-parallel ranks: `(dp_rank * cp + cp_rank) * tp + tp_rank =
-edp_rank * ep + ep_rank`. Expert-parallel ranks are neighbours, too; they may be a part of a tp group, or several. This
-is the "parallel folding" of Liu et al. 2025 ("MoE Parallel Folding", Megatron-LM with experts that are not split over
-tensor ranks).
+To experts, context- and tensor-parallel ranks are data-parallel ranks. Between layers each of the dp * cp * tp ranks of
+a pipeline rank has its own tokens: `(dp_rank * cp + cp_rank) * tp + tp_rank = edp_rank * ep + ep_rank`. Expert-parallel
+ranks are neighbours, too; they may be a part of a tp group, or span several. This is the "parallel folding" of Liu et
+al. 2025 ("MoE Parallel Folding", Megatron-LM with experts that are not split over tensor ranks).
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 """All purposes, in the order in which every rank creates their groups."""
 
 P2P: tuple[Purpose, ...] = ("pp_fwd", "pp_bwd")
-"""Groups of two neighbours in a pipeline: the first rank sends forward, the second one back."""
+"""Groups of two pipeline neighbours: the first rank sends activations, the second sends gradients back."""
 
 HALF = 64 << 20
-"""Bytes of a half, through which copy engines move what is gathered, or reduced; there are two for each."""
+"""Bytes of a half, a staging buffer of copy engines for gathers or reductions; each has two."""
 SMS = 16
-"""Most SMs of one collective on NCCL."""
+"""Most SMs of one NCCL collective."""
 TP_SMS = 24
-"""Most SMs of one collective of tensor-parallel ranks: nothing computes beside most of them."""
+"""Most SMs of one tensor-parallel collective; most of these do not overlap with compute."""
 P2P_SMS = 4
 """Most SMs of one pipeline send or receive."""
 
 Mover = Literal["nothing", "gloo", "nccl", "copies", "pieces", "kernels"]
-"""What moves a group's bytes: copies are those of copy engines, which move pieces of tokens, or else whole tensors;
-kernels store rows into the memory of peers."""
+"""What moves a group's bytes. `copies`: copy engines, whole tensors; `pieces`: copy engines, pieces of tokens;
+`kernels`: kernels that store rows into peer memory."""
 
 
 def mover_of(purpose: Purpose, transport: str, on_gpu: bool, device_splits: bool, by_pieces: bool) -> Mover:
-    """What a transport moves a group's bytes with, of ranks that compute on GPUs or not.
+    """What moves the bytes of a purpose's groups under a transport.
 
-    With `device_splits` hosts do not know how many rows go where; with `by_pieces` some layer moves tokens so.
+    `device_splits`: the host does not know row counts. `by_pieces`: some layer moves tokens in pieces.
     """
     if transport == "null":
         return "nothing"
@@ -56,18 +55,18 @@ def mover_of(purpose: Purpose, transport: str, on_gpu: bool, device_splits: bool
 
 
 def groups_of(unit: str) -> tuple[Purpose, Purpose]:
-    """What a unit's groups are for: the one that gathers its weights, and the one that reduces its gradients."""
+    """The purposes of a unit's groups: the one that gathers its weights, and the one that reduces its gradients."""
     return ("gather_experts", "reduce_experts") if unit == "experts" else ("gather_dense", "reduce_dense")
 
 
 def most_sms(purpose: Purpose) -> int:
-    """Most SMs that NCCL takes for one call on a group."""
+    """Most SMs that NCCL uses for one call on a group."""
     return P2P_SMS if purpose in P2P else TP_SMS if purpose == "tp" else SMS
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where one rank stands on each axis."""
+    """A rank's coordinate on each axis."""
 
     pp: int
     dp: int
@@ -79,10 +78,10 @@ class Coordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(MeshConfig):
-    """The ranks of a run, who they are and who shares a group with whom; `edp = dp * cp * tp / ep`.
+    """All ranks of a run, their coordinates and groups; `edp = dp * cp * tp / ep`.
 
-    Activations go round a ring of pipeline ranks; with `turning`, to the last one and back. Where there are fewer key
-    and value heads than tensor-parallel ranks, `sharing` neighbours have the same ones.
+    Activations go around a ring of pipeline ranks; with `turning`, to the last rank and back. With fewer key and value
+    heads than tensor-parallel ranks, `sharing` neighbours have the same heads.
     """
 
     turning: bool = False
@@ -127,19 +126,19 @@ class Mesh(MeshConfig):
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of pipeline ranks of which the first sends activations to the second."""
+        """Pairs of pipeline ranks; the first sends activations to the second."""
         if self.turning:
             along = [(p, p + 1) for p in range(self.pp - 1)]
             return (*along, *((q, p) for p, q in along))
         return tuple((p, (p + 1) % self.pp) for p in range(self.pp)) if self.pp > 1 else ()
 
     def goes_back(self, ranks: tuple[int, ...]) -> bool:
-        """Whether a pipeline group joins its ranks against their order, after the turn."""
+        """Whether a pipeline group lists its ranks in descending order, for chunks after the turn."""
         sender, receiver = (self.coordinates(rank).pp for rank in ranks)
         return self.turning and receiver < sender
 
     def groups(self, purpose: Purpose) -> tuple[tuple[int, ...], ...]:
-        """The members (global ranks) of every group of one purpose, in the order in which they are created.
+        """The members (global ranks) of every group of one purpose, in order of creation.
 
         Pipeline groups are (r, next of r) for every edge, the sender of activations first: around the ring, or along
         the ranks and back. With pp = 2 the two edges join the same two ranks and stay distinct groups; with pp = 1
@@ -162,7 +161,7 @@ def sums(steps: Steps) -> list[int]:
 
 
 def described(m: MeshConfig) -> str:
-    """In words, such as `pp 1 x dp 4 x tp 2, ep 8 inside dp x tp, weights shared by 2`."""
+    """The mesh as text, such as `pp 1 x dp 4 x tp 2, ep 8 inside dp x tp, weights shared by 2`."""
     others = [(name, ranks) for name, ranks in (("cp", m.cp), ("tp", m.tp)) if ranks > 1]
     shared = f", weights shared by {m.shard}" if m.replicas > 1 else ""
     axes, within = "".join(f" x {name} {ranks}" for name, ranks in others), "".join(f" x {name}" for name, _ in others)

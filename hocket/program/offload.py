@@ -1,16 +1,15 @@
-"""A pass over a rank's ops: what parts keep for their backward goes to the host's memory, and comes back.
+"""A pass over a rank's ops: saved tensors of parts are copied to host memory, and back for their backward.
 
-Note: [A layer step ahead, and two after]
+Note: [When tensors are offloaded and reloaded]
 A pass is the forward or backward of a layer, or of the head. `offload` comes after the forward of its part, and the
-first op of the second next pass comes after the copy. So a rank holds what two passes keep, and no more, however slow
-the link is; where it is fast enough nobody waits. `reload` stands in front of the pass before the one that needs it,
-whatever that does, and is issued no earlier than that. So it has the time of one pass, and the rank holds what two of
-them need.
+first op of the pass after the next waits for the copy. So a rank holds the saved tensors of at most two passes, however
+slow the link is; if it is fast enough, nothing waits. `reload` comes one pass before the backward that needs it, and is
+not issued earlier. So it has the time of one pass, and the rank holds the reloaded tensors of two.
 
 Note: [Slots in the host's memory]
-What a part keeps has one slot of its kind from its offload to its reload. The slots are handed out in the order of the
-list: an offload takes the one that has been free for the longest time, or a new one, and waits for the reload that
-read it last. So a rank needs as many as the list has between offloads and reloads at most.
+A part's saved tensors occupy one slot of its kind from their offload to their reload. Slots are assigned in list order:
+an offload takes the slot that has been free longest, or a new one, and waits for the reload that last read it. So a
+rank needs as many slots as the list has tensors offloaded at once.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hocket.program.ops import HOST, Key, Layout, Op
-from hocket.program.shard import put_in
+from hocket.program.shard import insert_ops
 from hocket.program.transformer import HEAD
 
 HOST_BLOCK = 1 << 24
-"""Bytes of the pieces of which slots in the host's memory are made: torch rounds pinned memory up to a power of two."""
+"""Size of the pieces of which host-memory slots consist: torch rounds pinned memory up to a power of two."""
 
-Held = Mapping[Key, tuple[Key, ...]]
+ExtraWaits = Mapping[Key, tuple[Key, ...]]
 Pass = tuple[bool, int, int, int]
 """(whether forward, microbatch, chunk, layer): one pass over a layer, or over the head with layer -1."""
 
 
-def offload(ops: Sequence[Op], layout: Layout) -> tuple[tuple[Op, ...], Held]:
-    """The ops with offloads and reloads, and what waits for them without reading their values.
+def offload(ops: Sequence[Op], layout: Layout) -> tuple[tuple[Op, ...], ExtraWaits]:
+    """The ops with offloads and reloads, and the ops that wait for others without reading their values.
 
-    See Note: [A layer step ahead, and two after].
+    See Note: [When tensors are offloaded and reloaded].
     """
     starts = _starts(ops, layout)
     passes = list(starts)
@@ -62,11 +61,11 @@ def offload(ops: Sequence[Op], layout: Layout) -> tuple[tuple[Op, ...], Held]:
                 before[ahead].append(reload)
             else:
                 after[p].append(reload)
-    return tuple(_with_slots(put_in(ops, before, after))), waiting
+    return tuple(_with_slots(insert_ops(ops, before, after))), waiting
 
 
 def host_slots(ops: Sequence[Op]) -> dict[str, int]:
-    """Part -> slots in the host's memory that a rank's ops need."""
+    """Part -> host-memory slots that a rank's ops need."""
     counts: dict[str, int] = {}
     for op in ops:
         if op.verb == "offload":
@@ -75,12 +74,12 @@ def host_slots(ops: Sequence[Op]) -> dict[str, int]:
 
 
 def _is_early(op: Op, layout: Layout) -> bool:
-    """Whether an op stands at the end of the pass before: see Note: [uB' belongs to the next layer]."""
+    """Whether an op is at the end of the pass before: see Note: [uB' belongs to the next layer]."""
     return op.verb == "bwd" and layout.part(op.part, op.layer).early
 
 
 def _starts(ops: Sequence[Op], layout: Layout) -> dict[Pass, int]:
-    """Where each pass over a layer, or over the head, begins to compute, in the order of the list."""
+    """Position of the first compute op of each pass over a layer, or over the head, in list order."""
     starts: dict[Pass, int] = {}
     for i, op in enumerate(ops):
         within = op.layer >= 0 or op.part == HEAD.name

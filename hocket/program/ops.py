@@ -1,8 +1,7 @@
 """The vocabulary of a plan: what a training step is made of, and how it is laid out over ranks.
 
-A step is a `Program`: for each pipeline rank, a list of `Op`. The order of the list is the order in
-which the host issues the ops; the ops of one lane run in that order. Everything else in `program/` is a
-function over this value. Nothing here imports torch.
+A step is a `Program`: for each pipeline rank, a list of `Op`. The host issues the ops in list order, and the ops of one
+lane run in that order. Everything else in `program/` is a function over this value. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,50 +22,50 @@ Verb = Literal[
     "fwd", "recompute", "bwd", "wgrad", "send", "recv", "gather", "release", "add", "reduce", "step",
     "collect", "orthogonalise", "scatter", "update", "offload", "reload",
 ]  # fmt: skip
-"""fwd, recompute (forward once more, for the backward), offload and reload (of what a part keeps for its backward, to
-the host's memory and back), bwd (input gradients), wgrad (weight gradients), pipeline send
-and recv, gather and release of a unit's weights, add of a unit's gradients to those of earlier microbatches, reduce of
-them over ranks, the optimizer step, and the update of one unit by what the step before has reduced. Where Muon needs
-whole matrices of a sharded unit, three ops come before its update: collect of the averages of its gradients from all
-ranks, orthogonalise of the matrices that are this rank's, and scatter of the results."""
+"""fwd; recompute (forward again, for the backward); offload and reload (a part's saved tensors to host memory and
+back); bwd (input gradients); wgrad (weight gradients); pipeline send and recv; gather and release of a unit's weights;
+add (a unit's gradients to those of earlier microbatches); reduce (gradients over ranks); the optimizer step; update (of
+one unit, with the gradients that the last step reduced). Where Muon needs whole matrices of a sharded unit, three ops
+come before its update: collect (all-gathers the gradients' averages), orthogonalise (each rank's own matrices) and
+scatter (of the results)."""
 
 Lane = str
-"""An ordered queue of work: on a GPU a CUDA stream, on a CPU a queue. Sends and receives have lanes of their own,
-because a send is done only when its receiver is ready, and must not hold up this rank's own receives. For the same
-reason a rank that sends activations to both of its neighbours (`Layout.turning`) has a lane for either of them. What is
-received comes in the order in which it is read, so one lane for both will do."""
+"""An ordered queue of work: on a GPU a CUDA stream, on a CPU a queue. Sends and receives have separate lanes, because a
+send is done only when its receiver is ready, and must not delay this rank's own receives. For the same reason a rank
+that sends activations to both neighbours (`Layout.turning`) has a send lane for each. Received tensors arrive in the
+order in which they are read, so one receive lane is enough for both."""
 
 LANES: tuple[Lane, ...] = (
     "compute", "a2a", "send_act", "recv_act", "send_grad", "recv_grad", "send_act_back", "send_grad_back",
     "gather", "reduce", "update",
 )  # fmt: skip
-"""The lanes that every layout has; parts may bring lanes of their own: see `Layout.lanes`."""
+"""The lanes of every layout; parts may add others: see `Layout.lanes`."""
 
 COMPUTING: tuple[Lane, ...] = ("compute", "update")
-"""Lanes whose ops compute: the model's, and the optimizer's where weights are updated beside it. The others carry
-communication."""
+"""Lanes whose ops compute: the model's, and the optimizer's where updates overlap with it. The other lanes
+communicate."""
 
 HOST: tuple[Lane, Lane] = ("offload", "reload")
-"""Lanes of the ops of the same name. A layout has them that offloads something."""
+"""Lanes of the ops of the same name, in layouts that offload."""
 
 TIED = "tied"
-"""What is sent and received of a tied embedding that two pipeline ranks have."""
+"""The `part` of sends and receives of a tied embedding that two pipeline ranks have."""
 
 WHOLE_MATRICES = ("collect", "orthogonalise", "scatter")
-"""Verbs of what Muon does before it updates a sharded unit, in their order."""
+"""Verbs that Muon needs before it updates a sharded unit, in order."""
 
 UNIT_VERBS = ("gather", "release", "add", "reduce", *WHOLE_MATRICES, "update")
 """Verbs whose op works on a whole unit, named by `Op.part`."""
 
 
 def recomputable(kinds: Collection[str], cp: int = 2) -> tuple[str, ...]:
-    """Those parts of hocket's own layers of these kinds that can be recomputed: they keep more than they read."""
+    """The recomputable parts of hocket's own layers of these kinds: those that keep more than they read."""
     parts = (part for kind in standard_types(tuple(kinds), cp, again=True) for part in kind.parts)
     return tuple(sorted({part.name for part in parts if part.recomputable}))
 
 
 def offloadable(kinds: Collection[str]) -> tuple[str, ...]:
-    """Those parts of hocket's own layers of these kinds that can keep what they save in the host's memory."""
+    """The parts of hocket's own layers of these kinds whose saved tensors can be offloaded."""
     parts = (part for kind in standard_types(tuple(kinds)) for part in kind.parts)
     return tuple(sorted({part.name for part in parts if part.offloadable}))
 
@@ -78,20 +77,20 @@ Key = tuple[str, str, int, int, int]
 class Op(NamedTuple):
     """One operation of one rank.
 
-    `microbatch` counts this unit's gathers (0, 1, ...) for gather and release. `layer` is the layer's number in
-    the whole model, -1 where no layer is meant. `deps` and `frees` are positions in the same rank's list: ops that must
-    be done before this one, and ops whose output is dropped once this one has been issued. `slot` is the weight slot of
-    a gather or release, the gradient slot of a wgrad, add or reduce, the slot of whole matrices of a collect,
-    orthogonalise, scatter, and the update after them, and the slot in the host's memory of an offload or reload; -1
-    means none. With a tied embedding on two ranks, `chunk` of the step is that of this rank's end.
+    `microbatch` counts this unit's gathers (0, 1, ...) for gather and release. `layer` is the layer's number in the
+    whole model; -1 for none. `deps` and `frees` are positions in the same rank's list: ops that must be done before
+    this one, and ops whose output is dropped once this one has been issued. `slot` is the weight slot of a gather or
+    release; the gradient slot of a wgrad, add or reduce; the whole-matrix slot of a collect, orthogonalise, scatter and
+    the update after them; the host-memory slot of an offload or reload; -1 for none. With a tied embedding on two
+    ranks, `chunk` of the step is that of this rank's embedding or head.
     """
 
     verb: Verb
     part: str
-    """What it works on: a part of the model (`program/parts.py`). Of a send or recv: `act` or `grad`, a chunk's output
-    activation or its input gradient, or `tied`, a step's gradient of a tied embedding. Of the verbs
-    in `UNIT_VERBS`: a class of units. Of the step: `all` of the rank, or the gradients' `norm` alone, if updates are
-    left to the step that follows."""
+    """What it works on: a part of the model (`program/parts.py`). For a send or recv: `act`, a chunk's output
+    activation; `grad`, its input gradient; or `tied`, a step's gradient of a tied embedding. For the verbs in
+    `UNIT_VERBS`: a class of units. For the step: `all`, or `norm` if it only computes the gradients' norm and leaves
+    updates to the next step."""
     microbatch: int = -1
     chunk: int = -1
     layer: int = -1
@@ -100,7 +99,7 @@ class Op(NamedTuple):
     deps: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
     trims: tuple[int, ...] = ()
-    """Positions of ops whose output loses its first reader's share, before the rest goes: see `values.first_reader`."""
+    """Positions of ops whose output loses the share of its first reader, before the rest: see `values.first_reader`."""
 
     @property
     def key(self) -> Key:
@@ -120,22 +119,22 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the layers live: pipeline ranks, virtual stages and the kind of each layer.
+    """Where the layers are: pipeline ranks, virtual stages and the kind of each layer.
 
-    `kinds[i]` names the kind of layer i, and `types` describes all kinds, by default hocket's own `dense` and `moe`,
-    and those with a window (`program/transformer.py`). Virtual stage s holds the layers `range(bounds[s], bounds[s +
-    1])`; there are `pp * chunks` of them. It is chunk `s // pp` of pipeline rank `s % pp`, round after round through
-    the ranks; with `turning`, every other round goes through them backwards, so that with two chunks stages make a V
-    and the last rank hands on to itself. The first stage, which has the embedding, and the last, which has the head,
-    may be without layers.
-    With `cp` above 1 each rank has a part of every sequence, and layers gather keys and values, or exchange `heads`.
-    With `ep == 1` a MoE layer needs no all-to-all, so it has no dispatch and no combine; with `per_rank` rows are sent
-    once per token and rank, and nothing of what comes back is kept for backward; with `placed` rows arrive grouped by
-    expert, so experts make no copy; with `uncounted` no host waits until it knows how many they are.
-    `tied` says that the head uses the embedding's weights, so that both belong to one unit, whose chunk counts as 0.
-    Where the ends are on two ranks both have it: see Note: [One embedding on two ranks] in `shard.py`.
-    The parts in `recompute` keep nothing but their inputs from forward to backward: `attn` in all layers, `attn:2` in
-    the first two of each virtual stage. Those in `offload` keep in the host's memory what their backward needs.
+    `kinds[i]` names the kind of layer i, and `types` describes all kinds. The default is hocket's own `dense` and
+    `moe`, and those with a window (`program/transformer.py`). Virtual stage s has the layers `range(bounds[s], bounds[s
+    + 1])`; there are `pp * chunks` stages. It is chunk `s // pp` of pipeline rank `s % pp`, round after round through
+    the ranks. With `turning`, every other round goes through the ranks backwards: with two chunks the stages form a V,
+    and the last rank sends to itself. The first stage has the embedding, the last the head; either may have no layers.
+
+    With `cp` above 1 each rank has a part of every sequence; layers gather keys and values, or exchange `heads`. With
+    `ep == 1` a MoE layer has no dispatch and no combine. With `per_rank` a row is sent once per token and target rank,
+    and received results are not kept for backward. With `placed` rows arrive grouped by expert, so experts make no
+    copy. With `uncounted` the host never waits for row counts. With `tied` the head uses the embedding's weights, so
+    both belong to one unit, whose chunk counts as 0; see Note: [One embedding on two ranks] in `shard.py`.
+
+    The parts in `recompute` keep only their inputs from forward to backward: `attn` in all layers, `attn:2` in the
+    first two of each virtual stage. The saved tensors of those in `offload` are kept in host memory.
     """
 
     kinds: tuple[str, ...]
@@ -188,7 +187,7 @@ class Layout:
 
     @cached_property
     def apart(self) -> Mapping[int, int]:
-        """Where embedding and head are tied and on two ranks: the chunk of each of these that has one of them."""
+        """If embedding and head are tied but on two ranks: rank -> the chunk that has its one."""
         ends = (self.owner(0), self.owner(self.stages - 1))
         return dict(ends) if self.tied and ends[0][0] != ends[1][0] else {}
 
@@ -201,7 +200,7 @@ class Layout:
         return (self.pp - 1 - place if self.turns(chunk) else place), chunk
 
     def turns(self, chunk: int) -> bool:
-        """Whether a chunk's activations go through the ranks backwards."""
+        """Whether a chunk's activations pass through the ranks backwards."""
         return self.turning and chunk % 2 == 1
 
     def before(self, rank: int, chunk: int) -> tuple[int, int] | None:
@@ -236,7 +235,7 @@ class Layout:
 
     @cached_property
     def layer_types(self) -> tuple[LayerKind, ...]:
-        """The descriptions of all kinds of layers: `types`, or those of hocket's own."""
+        """The descriptions of all kinds of layers: `types`, or by default hocket's own."""
         if self.types:
             return self.types
         moved = {"ep": self.ep, "per_rank": self.per_rank, "placed": self.placed, "uncounted": self.uncounted}
@@ -250,13 +249,13 @@ class Layout:
 
     @cached_property
     def _parts(self) -> Mapping[str, Part]:
-        """A part of each name; what parts of one name have in common is theirs in all kinds."""
+        """One part of each name. Parts of one name agree in unit and lane in all kinds."""
         ends = (EMBED, HEAD)
         return {part.name: part for part in (*(part for kind in self.layer_types for part in kind.parts), *ends)}
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """All lanes of a rank: those that every layout has, then those that parts bring."""
+        """All lanes of a rank: those of every layout, then those that parts add."""
         host = HOST if self.offload else ()
         return tuple(dict.fromkeys([*LANES, *host, *(part.lane for kind in self.layer_types for part in kind.parts)]))
 
@@ -286,7 +285,7 @@ class Layout:
         return tuple(part.name for part in self.type_of(layer).weighted)
 
     def unit(self, part: str) -> Unit | None:
-        """The class of units that holds a part's weights; None for one without weights, and for what is no part."""
+        """The class of units with a part's weights; None for a part without weights, and for a name that is no part."""
         if self.tied and part == HEAD.name:
             return EMBED.unit
         found = self._parts.get(part)
@@ -306,26 +305,26 @@ class Layout:
 
     @cached_property
     def _dispatches_again(self) -> bool:
-        """Whether rows of some layers are dispatched once more."""
+        """Whether some layers dispatch their rows again for backward."""
         return DISPATCHED in (part for part, _ in map(part_and_layers, self.recompute))
 
     @property
     def makes_rows_later(self) -> bool:
-        """Whether experts' rows are made of tokens where they are dispatched, so that nobody keeps them."""
+        """Whether experts' rows are made from tokens at dispatch, so that they are not saved."""
         return self._dispatches_again and not (self.per_rank and self.ep > 1)
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[str, int]]:
-        """(part, layer) of all that keeps nothing but its inputs from forward to backward, and runs once more."""
+        """(part, layer) of all recomputed parts, which keep only their inputs from forward to backward."""
         return frozenset(where for where in self._named(self.recompute) if self.part(*where).recomputable)
 
     @cached_property
     def offloaded(self) -> frozenset[tuple[str, int]]:
-        """(part, layer) of all that keeps in the host's memory what its backward needs."""
+        """(part, layer) of all parts whose saved tensors are offloaded."""
         return frozenset(where for where in self._named(self.offload) if self.part(*where).offloadable)
 
     def _named(self, items: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-        """(part, layer) of all that items such as `attn:2` mean."""
+        """(part, layer) of all that items such as `attn:2` select."""
         for part, count in map(part_and_layers, items):
             for start, stop in pairwise(self.bounds):
                 yield from ((part, layer) for layer in range(start, stop)[:count] if self.has_part(part, layer))
@@ -343,7 +342,7 @@ class Layout:
         return sum(self.recomputes(part, layer) for layer, name in enumerate(self.kinds) if name == kind)
 
     def peer(self, op: Op, rank: int) -> tuple[int, Key]:
-        """(pipeline rank, key) of the op that a send or recv of `rank` is matched with; of none if there is none."""
+        """(pipeline rank, key) of the op that matches a send or recv of `rank`; a key of no op if there is none."""
         forward = (op.part == "act") == (op.verb == "send")
         verb = "recv" if op.verb == "send" else "send"
         if op.part == TIED:
@@ -354,7 +353,7 @@ class Layout:
 
 
 def tied_lane(verb: Verb, first: bool) -> Lane:
-    """The lane on which the first, or the last, stage's rank sends or receives a gradient of a tied embedding.
+    """The lane on which the first or last stage's rank sends or receives a gradient of a tied embedding.
 
     The last rank and the first are neighbours in the ring of pipeline ranks.
     """
@@ -362,15 +361,15 @@ def tied_lane(verb: Verb, first: bool) -> Lane:
 
 
 def stops_host(op: Op, layout: Layout) -> bool:
-    """Whether the host waits in the midst of issuing this op, for the counts of the rows that it sends."""
+    """Whether the host waits for row counts while it issues this op."""
     there = op.verb == "fwd" and layout.has_part(op.part, op.layer)
     return there and layout.part(op.part, op.layer).counted
 
 
 def _check_types(types: tuple[LayerKind, ...]) -> None:
-    """Parts of one name are told apart by their name alone where no layer is known, so their units and lanes agree.
+    """Checks that parts of one name have the same unit and lane, because a name alone identifies them in places.
 
-    Parts of one letter have one place in templates.
+    And that parts of one letter have the same role, because templates identify parts by their letters.
     """
     seen: dict[str, Part] = {EMBED.name: EMBED, HEAD.name: HEAD}
     early: dict[str, bool] = {}
@@ -390,7 +389,7 @@ def _check_types(types: tuple[LayerKind, ...]) -> None:
 def even_bounds(layers: int, stages: int) -> tuple[int, ...]:
     """Split layers over stages as evenly as possible; the first stages take one more where it is uneven.
 
-    One stage more than layers leaves the last one to the head alone, two more also the first one to the embedding.
+    With one stage more than layers the last has only the head; with two more, the first has only the embedding.
     """
     if not layers or layers + 2 < stages:
         raise ValueError(
@@ -409,10 +408,9 @@ class Program:
     """One optimizer step of every pipeline rank.
 
     All data-, expert- and tensor-parallel ranks of a pipeline stage run the same list. `weight_slots` and
-    `grad_slots` give the number of slots each class of units has on every rank; a class that is missing in
-    `weight_slots` is never gathered: each rank holds its weights whole.
-    `in_flight` is the largest number of chunk activations each rank may hold at once. `notes` are remarks
-    for the user, such as "nothing is merged".
+    `grad_slots` give the number of slots of each class of units on every rank. A class that is missing in
+    `weight_slots` is never gathered: each rank holds its weights whole. `in_flight` is the largest number of chunk
+    activations that each rank may hold at once. `notes` are remarks for the user, such as "nothing is merged".
     """
 
     layout: Layout

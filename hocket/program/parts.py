@@ -1,9 +1,9 @@
-"""What a layer is made of, as data: the one description that plans, checks, predictions and the executor read.
+"""A layer as data: the one description that plans, checks, predictions and the executor read.
 
 A kind of layer is a sequence of parts. A part is a piece of a layer that runs forward once and backward once for every
-microbatch. Its description says which lane it runs on, which unit its weights lie in, what it reads, and what its
-backward keeps. `hocket/program/transformer.py` describes hocket's own layers; a model of somebody else may bring its
-own description (`Layout.types`). Nothing here imports torch.
+microbatch. Its description gives its lane, the unit of its weights, its inputs, and what its backward keeps.
+`hocket/program/transformer.py` describes hocket's own layers; other models may bring their own descriptions
+(`Layout.types`). Nothing here imports torch.
 
     Part("attn", letter="a", reads=("input",), outputs=("rows", "residual"), unit="dense")
     Part("dispatch", letter="d", reads=("attn.rows",), lane="a2a", purpose="a2a", ranks=8)
@@ -12,8 +12,8 @@ own description (`Layout.types`). Nothing here imports torch.
     Part("merge", letter="m", reads=("combine", "attn.residual"))
 
 Note: [One reader for each output]
-Each output of a part has one reader. So the gradient of an output is one value, and no op adds gradients of several
-readers in an order of its own. A part whose result two parts need hands it on as two outputs.
+Each output of a part has one reader. So the gradient of an output is one value, and no op sums gradients of several
+readers. A part whose result two parts need returns it as two outputs.
 """
 
 from __future__ import annotations
@@ -26,70 +26,70 @@ from typing import Any, Literal
 from hocket.config import Purpose
 
 Unit = Literal["embed", "dense", "experts", "head"]
-"""A class of units. One unit is what is gathered and reduced as one: `dense` of layer 3, say."""
+"""A class of units. A unit is gathered and reduced as one, such as `dense` of layer 3."""
 
 UNITS: tuple[Unit, ...] = ("embed", "dense", "experts", "head")
 END_UNITS: tuple[Unit, ...] = ("embed", "head")
-"""Units that stand outside of layers: a rank has one of each at most."""
+"""Units outside of layers; a rank has at most one of each."""
 
 Mixer = Literal["full", "window", "delta"]
-"""What a layer's tokens learn of each other by: attention, attention over a window, or a gated delta net."""
+"""How a layer mixes tokens: attention, attention over a window, or a gated delta net."""
 
 INPUT = "input"
-"""What a part reads that reads the layer's input."""
+"""The name of the layer's input in `Part.reads`."""
 OUTPUT_GRADIENT = "output gradient"
-"""The gradient of the layer's output, for `Part.kept` and `Part.wgrad_kept`."""
+"""The name of the gradient of the layer's output in `Part.kept` and `Part.wgrad_kept`."""
 
 
 @dataclass(frozen=True)
 class Part:
     """One part of a kind of layer.
 
-    Raises ValueError for a description that contradicts itself.
+    Raises ValueError for an inconsistent description.
     """
 
     name: str
     letter: str
-    """Its letter in templates such as `cB aF eB`. Parts of two kinds may share one: a template then means either."""
+    """Its letter in templates such as `cB aF eB`. Parts of different kinds may share one."""
     reads: tuple[str, ...] = (INPUT,)
     """Its inputs, in the order of its function's arguments: `input`, an earlier part, or one output, as `attn.rows`."""
     outputs: tuple[str, ...] = ()
-    """Names of its outputs, if there are several; `_` is that of one that is always None, which nothing reads."""
+    """Names of its outputs, if several. `_` is an output that is always None and has no reader."""
     takes: tuple[str, ...] = ()
     """State of the layer and microbatch that its function takes after its inputs: `documents`, `routing`, `splits`."""
     makes: tuple[str, ...] = ()
     """State that its function returns after its outputs. It has no gradient."""
     lane: str = "compute"
     purpose: Purpose | None = None
-    """What the groups are for that it communicates on; None for a part that computes."""
+    """Purpose of the groups that it communicates on; None for a compute part."""
     ranks: int = 1
-    """Members of such a group. A part that communicates with nobody is left out: its reader reads what it reads."""
+    """Size of these groups. With one member the part is left out, and its reader reads the part's own input."""
     way: Literal["", "out", "back"] = ""
-    """Of an exchange of experts' rows: to the experts, or back."""
+    """For an exchange of experts' rows: to the experts, or back."""
     unit: Unit | None = None
     """The class of units that holds its weights."""
     backward_reads_weights: bool = True
     deferrable: bool = True
-    """Whether its weight gradient may run later than right after its input gradient."""
+    """Whether its weight gradient may be deferred past its input gradient."""
     recomputable: bool = False
-    """Whether it may run forward once more for its backward, since it keeps more than it reads."""
+    """Whether its forward may run again for its backward; it keeps more than it reads."""
     lends: bool = False
-    """Whether readers may drop this part's output and get it when the part runs again, which its own backward does not
-    need. So it is with a recomputable part that communicates."""
+    """Whether readers may drop this part's output and get it when the part runs again, which its own backward does
+    not need. True for a recomputable part that communicates."""
     kept: tuple[str, ...] = ()
     """Values that its saved state refers to from forward until its backward ends: `fwd dispatch`, `input`, ... Only
-    those matter that another lane has made: see Note: [Values of communication lanes live longer]."""
+    those allocated by another lane matter: see Note: [Values of communication lanes live longer]."""
     wgrad_kept: tuple[str, ...] = ()
-    """The same until its weight gradient ends."""
+    """The same, until its weight gradient ends."""
     shares_input: bool = False
-    """Whether it reads the layer's input under another name, as an output that an earlier part has handed on."""
+    """Whether it reads the layer's input under another name, as an output that an earlier part has passed on."""
     early: bool = False
-    """Whether its backward runs at the end of the layer step before: see Note: [uB' belongs to the next layer]."""
+    """Whether its backward runs at the end of the previous layer step: see Note: [uB' belongs to the next layer]."""
     counted: bool = False
-    """Whether the host waits in the midst of issuing its forward, for the counts of the rows that it moves."""
+    """Whether the host waits for row counts while it issues the forward."""
     products: tuple[str, ...] = ()
-    """Those of its products that tensor-parallel ranks share, by their roles (`layers/linears.py`); `embed`: it looks
-    up rows of a table that they share."""
+    """Roles (`layers/linears.py`) of its products that tensor-parallel ranks share; `embed`: it looks up rows of a
+    table that they share."""
     mark: str = ""
     """Its letter in text timelines; by default `letter` in upper case."""
     mixer: Mixer = field(default="full", compare=False)
@@ -127,12 +127,12 @@ class Part:
 
     @property
     def offloadable(self) -> bool:
-        """Whether the host's memory may have what it keeps: it computes, and keeps more than it reads."""
+        """Whether its saved tensors may be offloaded: it computes, and keeps more than it reads."""
         return self.recomputable and not self.lends
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The parts that it reads, each once, in order; `input` for the layer's input."""
+        """The parts that it reads, without repeats, in order; `input` for the layer's input."""
         return tuple(dict.fromkeys(read.partition(".")[0] for read in self.reads))
 
 
@@ -141,7 +141,7 @@ class LayerKind:
     """A kind of layer: its parts in forward order.
 
     The first part reads the layer's input, and no other part does; the last part's output is the layer's. Raises
-    ValueError for parts that do not fit together.
+    ValueError for inconsistent parts.
     """
 
     name: str
@@ -160,7 +160,7 @@ class LayerKind:
 
     @property
     def entry(self) -> Part:
-        """The part that reads the layer's input. Its backward makes the gradient of that."""
+        """The part that reads the layer's input. Its backward makes the gradient of the input."""
         return self.parts[0]
 
     @property
@@ -179,7 +179,7 @@ class LayerKind:
         return tuple(part for part in self.parts if part.unit is not None)
 
     def keeping_input(self) -> LayerKind:
-        """The same, if weight gradients of the first part, and of those that share it, read the layer's input."""
+        """The same kind, where weight gradients of the first part and of parts that share its input read that input."""
 
         def keeping(part: Part) -> Part:
             mine = part is self.entry or (part.shares_input and part.unit is not None)
@@ -188,13 +188,13 @@ class LayerKind:
         return replace(self, parts=tuple(map(keeping, self.parts)))
 
     def with_letter(self, letter: str) -> Part | None:
-        """The part that a template means by a letter; None if this kind has none."""
+        """The part with a letter; None if this kind has none."""
         return next((part for part in self.parts if part.letter == letter), None)
 
     def gradient_of(self, part: Part, output: str) -> tuple[str, int]:
-        """(reader, position among its inputs) of the part that reads an output; `output` is empty for the only one.
+        """(reader, index among its inputs) of the part that reads an output; `output` is empty for a sole output.
 
-        The reader of `_` is empty.
+        The reader is empty for `_`.
         """
         wanted = f"{part.name}.{output}" if output else part.name
         if output == "_":
@@ -205,7 +205,7 @@ class LayerKind:
 def layer_kind(name: str, parts: tuple[Part, ...]) -> LayerKind:
     """A kind of layer without the parts that communicate in groups of one rank.
 
-    What reads such a part reads what that part reads.
+    Readers of such a part read that part's input instead.
     """
     instead: dict[str, str] = {}
     left: list[Part] = []
@@ -224,7 +224,7 @@ def layer_kind(name: str, parts: tuple[Part, ...]) -> LayerKind:
 
 
 def _misfits(parts: tuple[Part, ...]) -> list[str]:
-    """What does not fit together, in words."""
+    """The inconsistencies of a description, as text."""
     if not parts:
         return ["it has no parts"]
     found: list[str] = []

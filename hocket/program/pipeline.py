@@ -7,26 +7,26 @@ An order is one list of `Step` per pipeline rank. With two ranks, two chunks and
     rank 1: F0.0 F1.0 F0.1 (F1.1|B0.1) (F2.0|B1.1) (F3.0|B0.0) (F2.1|B1.0) (F3.1|B2.1) [B3.1] [B2.0] [B3.0]
 
 Note: [One more warm-up step on every rank]
-In interleaved 1F1B the last rank's first steady step runs the backward of the chunk whose forward it has
-just run. A merged step runs both at once, so they must be independent: every rank takes one more forward
-before it starts. One more on the last rank alone would be legal too, but would break the stagger between
-neighbours and almost double the step.
+In interleaved 1F1B the last rank's first steady step runs the backward of the chunk whose forward it has just run. A
+merged step runs both at once, so they must be independent: every rank runs one more forward before its first merged
+step. One more on the last rank alone would be legal too, but would break the stagger between neighbours and almost
+double the step.
 
 Note: [Groups of equal size]
-Microbatches pass through the chunks in groups of N. When N does not divide M, a short last group can
-deadlock the merged order. Splitting M into M // N groups whose sizes differ by at most one, larger groups
-first, is legal for every M; where N divides M it is the usual order.
+Microbatches pass through the chunks in groups of N. When N does not divide M, a short last group can deadlock the
+merged order. Splitting M into M // N groups whose sizes differ by at most one, larger groups first, is legal for every
+M; where N divides M it is the usual order.
 
 Note: [Pairs at the ends]
-What is left of warm-up and cool-down can be merged too, forward with forward and backward with backward, if every rank
-takes yet another forward before it starts, so that none is left over:
+The unmerged steps of warm-up and cool-down can be merged too, forward with forward and backward with backward, if every
+rank runs yet another forward before its first merged step, so that none is unpaired:
 
     F0 (F1|B0) (F2|B1) [B2]   becomes   (F0|F1) (F2|B0) [B1|B2]
 
-Two that run as one step are handed on one step later. Where they go around a ring of ranks, twice as many must be on
-their way for no rank to wait, which takes groups of `2 * pp`; and with any number of ranks but one, the first and the
-last microbatches come later to the others. So pairs are for one rank, or for all-to-alls that take longer than that.
-Only neighbours of one chunk are paired: their layers are the same, and share their gathers.
+The outputs of such a pair are sent one step later. Around a ring of ranks, twice as many microbatches must be in flight
+for no rank to wait, which takes groups of `2 * pp`. And with more than one rank, the first and the last microbatches
+reach the other ranks later. So pairs are for one rank, or for all-to-alls that take longer than that delay. Only
+neighbours of one chunk are paired: they run the same layers, and share their gathers.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Item = tuple[int, int]
 class Step:
     """A forward of one item, a backward of one item, or both merged; or the weight gradients of one item.
 
-    `also` is a second item of the same kind, merged with a forward or a backward that has no other half. In an order
-    that has steps of weight gradients, backwards are without them.
+    `also` is a second item, merged with a forward or a backward that has no other half. In orders with separate steps
+    for weight gradients, backwards exclude these.
     """
 
     fwd: Item | None = None
@@ -65,7 +65,7 @@ class Step:
 
     @property
     def merged(self) -> bool:
-        """Whether two halves run as one."""
+        """Whether the step merges two halves."""
         return len(self.forwards) + len(self.backwards) == 2
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ def one_f_one_b(
 
 
 def forward_only(pp: int, chunks: int, microbatches: int) -> Order:
-    """Forwards alone, for validation."""
+    """Forward-only steps, for validation."""
     return (tuple(Step(fwd=item) for item in _forward_items(chunks, microbatches, pp)),) * pp
 
 
@@ -161,7 +161,7 @@ def _interleave(forward: list[Item], backward: list[Item], warm: int, merge: boo
 
 
 def _paired(steps: list[Step]) -> list[Step]:
-    """Merge neighbours of one chunk; what is left over of forwards comes last, of backwards first, on every rank."""
+    """Merge neighbours of one chunk. An unpaired forward comes last, an unpaired backward first, on every rank."""
     out: list[Step] = []
     backwards = bool(steps) and steps[0].bwd is not None
     for step in reversed(steps) if backwards else steps:
@@ -187,11 +187,11 @@ def in_flight(steps: tuple[Step, ...]) -> int:
 
 # ---------------------------------------------------------------------------------------------------------- zero bubble
 #
-# Orders in which weight gradients have steps of their own, and run where a rank would otherwise have nothing to do.
+# Orders with separate steps for weight gradients, which run where a rank would otherwise be idle.
 #
 # ZB-H1 has one chunk per rank and holds as many activations as 1F1B. The V has two chunks per rank, the second half of
-# the stages in reverse: rank r has stages r and 2 * pp - 1 - r, so the last rank hands on to itself, and the loss is on
-# the rank that has the embedding. With two ranks and three microbatches (`m.c` is microbatch.chunk):
+# the stages in reverse: rank r has stages r and 2 * pp - 1 - r. So the last rank sends to itself, and the rank of the
+# embedding computes the loss. With two ranks and three microbatches (`m.c` is microbatch.chunk):
 #
 #     zb_h1   F0.0 F1.0 [B0.0] W0.0 F2.0 [B1.0] W1.0 [B2.0] W2.0
 #             F0.0 [B0.0] F1.0 [B1.0] W0.0 F2.0 [B2.0] W1.0 W2.0
@@ -201,23 +201,22 @@ def in_flight(steps: tuple[Step, ...]) -> int:
 # Sources: Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv 2401.10241) and Pipeline Parallelism with
 # Controllable Memory (arXiv 2405.15362).
 #
-# Note: [The bubble that is left]
-# Where F, B and W take a unit each, 1F1B rests for 3 * (pp - 1) of them, since the first microbatch must come to the
-# last rank and its gradient back. Here the last rank catches up with W: it has nothing to wait for, and all that is
-# left is the pp - 1 units until the first microbatch has come to it.
+# Note: [The remaining bubble]
+# Where F, B and W take one unit each, 1F1B idles for 3 * (pp - 1) units, since the first microbatch must reach the last
+# rank and its gradient must return. Here ranks fill that time with W. Only the pp - 1 units remain until the first
+# microbatch has reached the last rank.
 #
 # Note: [The V is filled step by step]
-# Whenever a rank is free it takes the backward of its oldest microbatch if that can run, else a forward, of the later
-# chunk first, else a weight gradient. A chunk's activation counts from its forward to its weight gradient, and no
-# forward starts that would make them more than 2 * pp and a few to spare; 2 * pp of half as many layers are what the
-# first rank of 1F1B holds. Where F, B and W take equally long, the pp - 1 units are left, and up to three more where
-# the count stands in the way. Real ones don't, and an order that was filled as if they did makes everybody wait for
-# everybody; so it is filled with their ratio in a transformer. The spare ones give a rank something to do while a p2p
-# transfer is on its way.
+# A free rank runs the backward of its oldest microbatch if that is ready, else a forward, of the later chunk first,
+# else a weight gradient. A chunk's activation counts from its forward to its weight gradient, and no forward may raise
+# the count above 2 * pp plus a few spare ones; 2 * pp of half as many layers are what the first rank of 1F1B holds.
+# Where F, B and W take equally long, pp - 1 units of bubble remain, and up to three more where the count blocks a
+# forward. Real F, B and W differ, and an order filled as if they were equal makes all ranks wait for each other, so it
+# is filled with their ratio in a transformer. The spare activations keep a rank busy during a p2p transfer.
 
 
 class Times(NamedTuple):
-    """How long a forward, its input gradients and its weight gradients take, in any unit."""
+    """Durations of a forward, its input gradients and its weight gradients, in any unit."""
 
     fwd: int
     bwd: int
@@ -229,7 +228,7 @@ TRANSFORMER = Times(10, 13, 8)
 
 
 def zb_h1(pp: int, microbatches: int) -> Order:
-    """One chunk per rank. Rank r starts like 1F1B, and lets r microbatches pass before it turns to weight gradients."""
+    """One chunk per rank. Rank r starts like 1F1B, and defers the weight gradients of r microbatches."""
     return tuple(_h1_rank(pp - 1 - rank, rank, microbatches) for rank in range(pp))
 
 
@@ -247,7 +246,7 @@ def _h1_rank(warm: int, late: int, microbatches: int) -> tuple[Step, ...]:
 
 @dataclass
 class _Filling:
-    """What a rank has done so far: its steps, how many of each verb and chunk, and when the last one ends."""
+    """Progress of a rank: its steps, the count of each verb and chunk, and when the last one ends."""
 
     done: dict[str, list[int]] = field(default_factory=lambda: {verb: [0, 0] for verb in Times._fields})
     steps: list[Step] = field(default_factory=list)
@@ -255,7 +254,7 @@ class _Filling:
 
     @property
     def held(self) -> int:
-        """Chunk activations whose weight gradients are still to come."""
+        """Chunk activations whose weight gradients have not run."""
         return sum(self.done["fwd"]) - sum(self.done["wgrad"])
 
 
@@ -292,7 +291,7 @@ def _stage(rank: int, chunk: int, pp: int) -> int:
 def _choose(
     rank: _Filling, r: int, pp: int, microbatches: int, most: int, done: Callable[[str, int, int], bool]
 ) -> tuple[str, Item] | None:
-    """What a rank runs next; None if nothing can run. `done` says of (verb, microbatch, stage) whether it has ended."""
+    """What a rank runs next; None if nothing is ready. `done` says whether (verb, microbatch, stage) has ended."""
     forwards, backwards, wgrads = rank.done.values()
     ready: list[Item] = []
     for chunk in (0, 1):
@@ -303,7 +302,7 @@ def _choose(
         return "bwd", min(ready)
     for chunk in (1, 0):
         m, stage = forwards[chunk], _stage(r, chunk, pp)
-        room = rank.held < most - (chunk == 0)  # the last place is for the later chunk: its backward can come first
+        room = rank.held < most - (chunk == 0)  # the last place is for the later chunk, whose backward comes first
         if m < microbatches and room and (stage == 0 or done("fwd", m, stage - 1)):
             return "fwd", (m, chunk)
     left = [(wgrads[chunk], chunk) for chunk in (0, 1) if wgrads[chunk] < backwards[chunk]]
@@ -312,22 +311,22 @@ def _choose(
 
 # ------------------------------------------------------------------------------------------------------------- merged v
 #
-# An order over a V whose forwards and backwards run merged: one half goes down the ranks while the other comes up.
+# An order over a V of merged forwards and backwards: one half moves down the ranks while the other moves up.
 #
 # Rank r has stages r and 2 * pp - 1 - r, as in `zb_v`. Forwards of its first chunk are merged with backwards of the
-# second one, and the other way round. With two ranks and five microbatches (`m.c` is microbatch.chunk, W a step of
-# weight gradients alone):
+# second one, and vice versa. With two ranks and five microbatches (`m.c` is microbatch.chunk, W a step of weight
+# gradients alone):
 #
 #     F0.0 F1.0 F2.0 F0.1 [B0.1] W0.1 F1.1 (F3.0|B1.1) (F2.1|B0.0) (F4.0|B2.1) (F3.1|B1.0) [B3.1] (F4.1|B2.0) ...
 #     F0.0 F0.1 F1.0 F1.1 F2.0 [B0.1] (F2.1|B0.0) (F3.0|B1.1) (F3.1|B1.0) (F4.0|B2.1) (F4.1|B2.0) [B3.1] W3.1 ...
 #
 # Source: DeepSeek, DualPipeV (github.com/deepseek-ai/DualPipe), the cut-in-half form of DualPipe.
 #
-# Note: [What a merged V holds, and what is left of the bubble]
-# A microbatch takes 2 * pp steps down and up, and as many back. A rank begins one every other step, so it holds
-# 2 * pp + 1 chunk activations at most, every rank equally many; merged interleaved 1F1B with two chunks holds 3 * pp on
-# its first rank. Warm-up and cool-down are shorter than there, since forwards and backwards of both chunks share them,
-# and weight gradients fill part of what is left. benchmarks/bubbles.py says how much that is beside other orders.
+# Note: [Memory and bubble of a merged V]
+# A microbatch takes 2 * pp steps forward and as many backward. A rank begins one every other step, so every rank holds
+# at most 2 * pp + 1 chunk activations; merged interleaved 1F1B with two chunks holds 3 * pp on its first rank. Warm-up
+# and cool-down are shorter than there, since forwards and backwards of both chunks share them, and weight gradients
+# fill part of the rest. benchmarks/bubbles.py compares the bubble with that of other orders.
 
 
 def merged_v(pp: int, microbatches: int) -> Order:
@@ -340,7 +339,7 @@ def _merged_rank(pp: int, rank: int, count: int) -> tuple[Step, ...]:
     """All steps of one rank; every chunk's microbatches come in ascending order."""
     steps: list[Step] = []
     done: dict[tuple[str, int], int] = defaultdict(int)
-    late: list[Item] = []  # items whose weight gradients are still to come
+    late: list[Item] = []  # items whose weight gradients are deferred
 
     def item(verb: str, chunk: int | None) -> Item | None:
         if chunk is None:
@@ -349,7 +348,7 @@ def _merged_rank(pp: int, rank: int, count: int) -> tuple[Step, ...]:
         return done[verb, chunk] - 1, chunk
 
     def run(forward: int | None = None, backward: int | None = None, apart: bool = False) -> None:
-        """A forward of a chunk, a backward, or both merged; `apart`: its weight gradients have a step of their own."""
+        """A forward of a chunk, a backward, or both merged; `apart`: its weight gradients have a separate step."""
         step = Step(item("fwd", forward), item("bwd", backward))
         steps.append(step)
         late.extend([step.bwd] if apart and step.bwd else [])
@@ -371,7 +370,7 @@ def _merged_rank(pp: int, rank: int, count: int) -> tuple[Step, ...]:
         run(1)
     # 3. Merged steps.
     for n in range(count - 2 * pp + rank + 1):
-        if n == 0 and after == 0:  # what is to be merged is the gradient of the forward right before it
+        if n == 0 and after == 0:  # this backward needs the forward right before it, so they cannot merge
             run(0)
             run(backward=1)
         else:
@@ -381,7 +380,7 @@ def _merged_rank(pp: int, rank: int, count: int) -> tuple[Step, ...]:
     for _ in range(after):
         run(backward=1)
         run(1, 0)
-    # 5. Backwards alone; from the middle on their weight gradients wait, to be done where the rank would rest.
+    # 5. Backwards alone; in the second half their weight gradients are deferred to where the rank would idle.
     for n in range(2 * (rank + 1)):
         run(backward=1 - n % 2, apart=n > rank)
     for _ in range(after):

@@ -1,54 +1,53 @@
 """The sharding pass: where weights are gathered and released, where gradients are reduced, in which slots.
 
 Note: [Gathers are paging]
-Within one step weights do not change, so a gathered unit stays valid until its slot is needed for another
-one. Which unit gives way is a paging problem, and since the plan knows the future it can be solved exactly:
-of the units that nobody reads soon, drop the one whose next reader is farthest away (Belady's rule, which
-needs the fewest gathers possible for a given number of slots). Keeping the last layer from its forward to its
-backward, or sharing one gather between the two halves of a merged step, are not special cases. `optim` and
-`optim_grads` are the same pass with a slot for every unit; `optim_grads_params` takes the fewest slots that the
-prefetch distance needs. So the memory for gathered weights is bounded by construction. Under `no_shard` every
-rank has all weights, and there is nothing to gather.
+Weights do not change within a step, so a gathered unit stays valid until its slot is needed for another one. Which unit
+to evict is a paging problem, and since the plan knows the future it can be solved exactly: of the units that no op
+reads soon, evict the one whose next reader is farthest away (Belady's rule, which needs the fewest gathers possible for
+a given number of slots). Keeping the last layer from its forward to its backward, or sharing one gather between the two
+halves of a merged step, are not special cases. `optim` and `optim_grads` are the same pass with a slot for every unit;
+`optim_grads_params` takes the fewest slots that the prefetch distance needs. So the memory for gathered weights is
+bounded by construction. Under `no_shard` every rank has all weights, and there is nothing to gather.
 
-Note: [Gradients that stay whole]
-`no_shard` and `optim` reduce a unit's gradients once a step. Those of all microbatches but the last are added up
-on the rank: an `add` after the last weight gradient of the unit and microbatch, on the same lane, so the slot is
-free for the next one without anybody waiting. The reduce of the last microbatch takes the sum in. Where a unit's
-group has one member there is nothing to put off: each reduce is local. In both cases the weight gradients themselves
-may do the adding. Then an `add`, or a local reduce, only marks a microbatch's gradients as complete.
+Note: [Gradients reduced once per step]
+`no_shard` and `optim` reduce a unit's gradients once per step. The rank sums those of all microbatches but the last: an
+`add` comes after the last weight gradient of the unit and microbatch, on the same lane, so the slot is free for the
+next one without a wait. The reduce of the last microbatch includes the sum. In a group of one member nothing is
+deferred: each reduce is local. In both cases the weight-gradient ops may accumulate themselves. Then an `add`, or a
+local reduce, only marks a microbatch's gradients as complete.
 
-Note: [Updates that are left to the next step]
-An update needs the norm of all gradients if they are clipped, so at the end of a step nothing is left to run beside it.
-So updates may be left to the step that follows: there is one `update` for each unit, on a lane of their own and in the
-order in which units are read, and it stands in front of the unit's first gather, or of its first reader if it is held
-whole. Nothing in a step comes before them on their lane. So the first forward waits for the updates and gathers of its
-own units alone; all others run beside it, and the first gathers beside updates. The step op at the end takes the
-gradients' norm, and they rest.
+Note: [Updates deferred to the next step]
+With clipping an update needs the norm of all gradients, so at the end of a step it has nothing to overlap with. So
+updates may be deferred to the next step. Each unit has one `update`, on a separate lane, in the order in which units
+are read. It comes before the unit's first gather, or before its first reader if it is not sharded. These updates are
+the first ops of their lane. So the first forward waits only for the updates and gathers of its own units; all others
+overlap with it, and the first gathers overlap with updates. The step op at the end computes the gradients' norm, and
+the gradients stay in memory.
 
 Note: [Whole matrices of sharded units]
-Muon's update of a matrix needs all of it, and a rank has a part. So in front of the update of a unit that is gathered
-there are a `collect` (each rank averages what it has, and all get the whole), an `orthogonalise` (each matrix on one
-rank) and a `scatter` (each rank gets its part of the results). Exchanges are on the reduce lane, which has nothing else
-to do until backward begins. Units take turns in two slots: while the matrices of one are made orthogonal on the update
-lane, those of the next are collected, and the results of the one before are scattered:
+Muon's update of a matrix needs the whole matrix, and a rank has a part. So three ops come before the update of a
+gathered unit: `collect` (each rank averages its shard, and all ranks gather the whole), `orthogonalise` (each matrix on
+one rank) and `scatter` (each rank gets its part of the results). Exchanges are on the reduce lane, which is otherwise
+idle until backward begins. Units alternate between two slots. While the update lane orthogonalises one unit's matrices,
+the next unit's are collected, and the previous unit's results are scattered:
 
     reduce    collect 0, collect 1 | scatter 0, collect 2 | scatter 1, collect 3 | ...
     update                           orthogonalise 0      | orthogonalise 1, update 0 | orthogonalise 2, update 1 | ...
 
-Slots need no waits of their own. A collect follows the scatter that read its slot on one lane. A scatter writes where
-the update before last has read, and waits for the orthogonalise after that, on one lane with it.
+Slots need no extra waits. A collect comes after the scatter that read its slot, on the same lane. A scatter writes
+where the update before last has read, and waits for the orthogonalise after that update, on the same lane.
 
 Note: [One embedding on two ranks]
-Where embedding and head are tied and on two pipeline ranks, both ranks have the unit, with the final norm, and update
-it alike. Each sums up its own gradients of a step: those of the embedding, or those of the head, over microbatches and
-ranks as those of any other unit. After its last reduce each sends the other its shard of that sum, in fp32, and the
-step adds what has come to what is there: `embedding's + head's` on one rank, `head's + embedding's` on the other, which
-are the same bits. The rank of the head is done first, so what it sends travels under the last backward of the other.
-The other way nothing is left to run beside but what that rank itself has still to do.
+If embedding and head are tied and on two pipeline ranks, both ranks have the unit, with the final norm, and update it
+alike. Each sums its own gradients of a step, those of the embedding or those of the head, over microbatches and ranks
+like those of any other unit. After its last reduce each sends the other its shard of that sum, in fp32, and the step
+adds the received sum to its own: `embedding's + head's` on one rank, `head's + embedding's` on the other, which are the
+same bits. The rank of the head finishes first, so its send overlaps with the last backward of the other rank. The send
+in the other direction overlaps only with what the embedding's rank has left to do.
 
-Where one rank has both ends, of one chunk or of several, it has the unit once. Then a microbatch's two gradients meet
-in a slot, and are added up before they are added to those of others. Between ends of several chunks a slot is taken
-from the head's backward to the embedding's.
+If one rank has both ends, in one chunk or in several, it has the unit once. Then a microbatch's two gradients are
+written to one slot, and are summed before they are added to those of other microbatches. If the ends are in different
+chunks, the slot is in use from the head's backward to the embedding's.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ from hocket.program.transformer import EMBED
 from hocket.program.values import Meanings, UnitName, meanings, unit_moved
 
 ALIGN = 64
-"""Elements at whose multiples shards end; 128 bytes of bf16."""
+"""Shards end at multiples of this many elements; 128 bytes of bf16."""
 MATRIX_SLOTS = 2
 """Slots for whole matrices of each class of units: see Note: [Whole matrices of sharded units]."""
 
@@ -83,15 +82,15 @@ class Sharding:
         return self.experts if unit == "experts" else self.dense
 
     def gathers(self, unit: Unit) -> bool:
-        """Whether weights are gathered: no rank has all of them."""
+        """Whether weights are gathered, because no rank has all of them."""
         return self.size(unit) > 1 and self.strategy != "no_shard"
 
     def collects(self, unit: Unit) -> bool:
-        """Whether an update needs whole matrices of what is sharded. See Note: [Whole matrices of sharded units]."""
+        """Whether an update needs whole matrices of a sharded unit. See Note: [Whole matrices of sharded units]."""
         return self.muon and unit not in END_UNITS and self.gathers(unit)
 
     def adds_up(self, unit: Unit) -> bool:
-        """Whether gradients stay whole until the last microbatch. See Note: [Gradients that stay whole]."""
+        """Whether gradients stay whole until the last microbatch. See Note: [Gradients reduced once per step]."""
         return self.size(unit) > 1 and self.strategy in ("no_shard", "optim")
 
 
@@ -105,7 +104,7 @@ class Sharded:
 
 
 Inserted = dict[int, list[Op]]
-"""By position: ops that come in front of, or after, the one there."""
+"""Position -> ops to insert before, or after, the op there."""
 Spans = dict[tuple[UnitName, int], tuple[int, int]]
 """(unit, microbatch) -> positions of its first and last weight gradient."""
 
@@ -122,8 +121,8 @@ class Visit:
 def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: int, updates: bool = False) -> Sharded:
     """Insert gather, release, add, reduce and step ops. Every rank gets the same number of slots of a class.
 
-    A gather runs `prefetch` layer passes ahead of its first reader. With `updates` a step makes those that the last one
-    left: see Note: [Updates that are left to the next step].
+    A gather runs `prefetch` layer passes before its first reader. With `updates` a step applies the updates deferred by
+    the last one: see Note: [Updates deferred to the next step].
     """
     weight_slots: dict[str, int] = {}
     grad_slots: dict[str, int] = {}
@@ -156,7 +155,7 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: i
         chunk = layout.apart.get(len(out), -1) if written else -1
         last = _exchange(ops, written, layout, len(out), chunk, before, after) if chunk >= 0 else []
         step = Op("step", "norm" if updates else "all", -1, chunk)
-        out.append([*put_in(placed, before, after), *last, step])
+        out.append([*insert_ops(placed, before, after), *last, step])
     return Sharded(out, weight_slots, grad_slots)
 
 
@@ -179,20 +178,20 @@ def _end(span: tuple[object, tuple[int, int]]) -> int:
 
 
 def _backward(ops: Sequence[Op], microbatch: int, chunk: int) -> int:
-    """Where the backward of a microbatch's chunk begins."""
+    """Position at which a chunk's backward of a microbatch begins."""
     item = ("bwd", microbatch, chunk)
     return next(i for i, op in enumerate(ops) if (op.verb, op.microbatch, op.chunk) == item)
 
 
 def _update(visits: Sequence[Visit], prefetch: int, before: dict[int, list[Op]], collects: bool) -> None:
-    """An update for each unit of a class, in front of its first gather, or where that would stand. After `_page`."""
+    """Insert an update for each unit of a class, before its first gather or where that would be. After `_page`."""
     first: dict[UnitName, int] = {}
     for k, visit in enumerate(visits):
         first.setdefault(visit.unit, visits[max(0, k - prefetch)].start)
     units = list(first)
 
     def op(verb: Verb, n: int) -> list[Op]:
-        """Of the unit with this number, if there is one."""
+        """The op for unit number `n`, if there is one."""
         if not 0 <= n < len(units):
             return []
         unit, chunk, layer = units[n]
@@ -210,11 +209,11 @@ def _update(visits: Sequence[Visit], prefetch: int, before: dict[int, list[Op]],
 
 
 _BEGIN: tuple[tuple[int, Verb], ...] = ((0, "collect"), (1, "collect"), (0, "orthogonalise"), (0, "scatter"))
-"""(number of a unit, verb) of what stands before the first update."""
+"""(number of a unit, verb) of the ops before the first update."""
 
 
-def put_in(ops: Sequence[Op], before: Mapping[int, list[Op]], after: Mapping[int, list[Op]]) -> list[Op]:
-    """The ops with more of them in front of, and after, those at some positions."""
+def insert_ops(ops: Sequence[Op], before: Mapping[int, list[Op]], after: Mapping[int, list[Op]]) -> list[Op]:
+    """The ops with others inserted before and after some positions."""
     out, done = list[Op](), 0
     for i in sorted({*before, *after}):
         out += [*ops[done:i], *before.get(i, ()), ops[i], *after.get(i, ())]
@@ -228,7 +227,7 @@ def _visits(ops: list[Op], known: Meanings) -> list[Visit]:
     for i, op in enumerate(ops):
         name = known[op.verb, op.part, op.chunk, op.layer].unit_read
         if name is not None:
-            direction = "fwd" if op.verb == "fwd" else "bwd"  # a recomputation belongs to the backward
+            direction = "fwd" if op.verb == "fwd" else "bwd"  # any second forward belongs to the backward
             key = (name, direction, op.microbatch, op.layer)
             if key in visits:
                 visits[key].end = i
@@ -238,7 +237,7 @@ def _visits(ops: list[Op], known: Meanings) -> list[Visit]:
 
 
 def _slots_needed(visits: list[Visit], prefetch: int) -> int:
-    """Fewest slots with which a gather can run `prefetch` passes ahead: the most units pinned at once."""
+    """Fewest slots with which a gather can run `prefetch` passes early: the most units pinned at once."""
     most, window = 0, deque[Visit]()
     for k, visit in enumerate(visits):
         issued_at = visits[max(0, k - prefetch)].start
@@ -285,7 +284,7 @@ def _page(
 
 
 def _next_visits(visits: list[Visit]) -> list[int]:
-    """Index of the next visit of the same unit, for every visit; past the end where there is none."""
+    """Index of the next visit of the same unit, for every visit; past the end if there is none."""
     following, latest = [0] * len(visits), dict[UnitName, int]()
     for k in reversed(range(len(visits))):
         following[k] = latest.get(visits[k].unit, len(visits) + k)
@@ -294,7 +293,7 @@ def _next_visits(visits: list[Visit]) -> list[int]:
 
 
 def _grad_spans(ops: list[Op], known: Meanings) -> Spans:
-    """Those of all units that have weight gradients, by first one."""
+    """The spans of all units with weight gradients, ordered by the first one."""
     spans: Spans = {}
     for i, op in enumerate(ops):
         if op.verb == "wgrad" and (name := known[op.verb, op.part, op.chunk, op.layer].unit_written) is not None:
@@ -304,7 +303,7 @@ def _grad_spans(ops: list[Op], known: Meanings) -> Spans:
 
 
 def _grad_slots_needed(spans: Spans) -> dict[str, int]:
-    """Gradient slots per class: the most that are being written at once.
+    """Gradient slots per class: the most that are written at the same time.
 
     Classes with many units get one more, so that one can be reduced while the next one is written.
     """
@@ -327,7 +326,7 @@ def _reduce(
 ) -> list[Op]:
     """Give every weight gradient its slot and insert a reduce, or an add, after the last one of a unit and microbatch.
 
-    See Note: [Gradients that stay whole].
+    See Note: [Gradients reduced once per step].
     """
     placed = list(ops)
     slot_of: dict[tuple[UnitName, int], int] = {}
@@ -335,7 +334,7 @@ def _reduce(
     ends: dict[int, list[tuple[UnitName, int]]] = defaultdict(list)
     for key, (_, last) in spans.items():
         ends[last].append(key)
-    final = dict(spans.keys())  # unit -> its last microbatch, since they come in order
+    final = dict(spans.keys())  # unit -> its last microbatch, since they are in order
     for i, op in enumerate(ops):
         if op.verb != "wgrad" or (name := known[op.verb, op.part, op.chunk, op.layer].unit_written) is None:
             continue

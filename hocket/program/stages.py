@@ -1,4 +1,4 @@
-"""From settings to what the planner asks for: where layers live, how many ranks share a unit."""
+"""From settings to the planner's inputs: which stage has which layers, how many ranks share a unit."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hocket.program.shard import Sharding
 
 
 def mesh_of(config: Config) -> Mesh:
-    """The grid of ranks that a configuration asks for."""
+    """The mesh of a configuration."""
     m, keys = config.mesh, config.model.heads if config.model.latent else config.model.kv_heads
     return Mesh(**vars(m), turning=config.plan.turning, sharing=max(1, m.tp // keys))
 
 
 def layout_of(config: Config) -> Layout:
-    """Which virtual stage holds which layers. `plan.layers_per_stage` overrides the even split."""
+    """Which virtual stage has which layers. `plan.layers_per_stage` overrides the even split."""
     bounds = [0]
     for count in config.plan.split:
         bounds.append(bounds[-1] + count)
-    away, per_rank = config.mesh.ep > 1, config.overlap.ep.copies == "per_rank"
-    uncounted = away and config.overlap.ep.splits == "device"
-    written = config.train.transport == "null" or "a2a" in COPIED.get(config.train.transport, ())
+    across_ranks, per_rank = config.mesh.ep > 1, config.overlap.ep.copies == "per_rank"
+    uncounted = across_ranks and config.overlap.ep.splits == "device"
+    writes_to_peers = config.train.transport == "null" or "a2a" in COPIED.get(config.train.transport, ())
     layout = Layout(
         kinds=config.model.layer_kinds(),
         pp=config.mesh.pp,
@@ -34,11 +34,11 @@ def layout_of(config: Config) -> Layout:
         bounds=tuple(bounds) if config.plan.split else (),
         tied=config.model.tied,
         turning=config.plan.turning,
-        placed=uncounted or (away and written and not per_rank),
+        placed=uncounted or (across_ranks and writes_to_peers and not per_rank),
         uncounted=uncounted,
         recompute=tuple(part for part in config.plan.recompute if part != "auto"),
         offload=tuple(part for part in config.plan.offload if part != "auto"),
-        per_rank=away and per_rank,
+        per_rank=across_ranks and per_rank,
     )
     if config.model.norms == "before":
         return layout
@@ -54,7 +54,7 @@ def sharding_of(config: Config) -> Sharding:
 
 
 def gathered_units(config: Config) -> tuple[str, ...]:
-    """Of the units whose products may run in fp8, those that are gathered."""
+    """The classes of units that are gathered and whose products may run in fp8."""
     if config.overlap.dp.strategy == "no_shard":
         return ()
     units = ("dense", "experts") if "moe" in config.model.kinds() else ("dense",)

@@ -36,8 +36,8 @@ FORMAT = "hocket program 1"
 _APART = ("kinds", "bounds", "types")
 """Fields of a layout that have lines of their own."""
 _SIZES = {f.name: type(f.default) for f in fields(Layout) if f.name not in _APART}
-"""Fields of the line `layout`, with their types: numbers, flags, and names joined by commas. Flags and names that say
-nothing are left out, but for `tied`; so is a `cp` of 1."""
+"""Fields of the line `layout`, with their types: numbers, flags, and names joined by commas. Empty names, false flags
+other than `tied`, and a `cp` of 1 are left out."""
 
 
 def to_text(program: Program) -> str:
@@ -72,7 +72,7 @@ def _sizes(layout: Layout) -> Iterator[str]:
 
 
 def _type(kind: LayerKind) -> dict[str, Any]:
-    """A description as plain values, without what is as it is by default, and without cost functions."""
+    """A description as plain values, without fields that have their default, and without cost functions."""
 
     def plain(part: Part) -> dict[str, Any]:
         return {f.name: getattr(part, f.name) for f in fields(Part) if f.compare and getattr(part, f.name) != f.default}

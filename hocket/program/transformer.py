@@ -1,6 +1,6 @@
 """hocket's own layers as data: the parts of dense and mixture-of-experts layers, embedding and head.
 
-Every name of a part stands here and in `hocket/model/`, whose layers have a method `forward_<part>` for each.
+Part names appear only here and in `hocket/model/`, whose layers have a method `forward_<part>` for each.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ EMBED = Part(
     "embed", "i", unit="embed", backward_reads_weights=False, wgrad_kept=(OUTPUT_GRADIENT,), products=("embed",),
     size="embed",
 )  # fmt: skip
-"""Token ids to hidden states. Its output's gradient is received where its stage has no layers."""
+"""Token ids to hidden states. If its stage has no layers, its output gradient is a received tensor."""
 HEAD = Part("head", "h", unit="head", kept=(INPUT,), wgrad_kept=(INPUT,), products=("head",), size="head")
-"""The last norm, logits and the loss. Its input is received where its stage has no layers."""
+"""The last norm, logits and the loss. If its stage has no layers, its input is a received tensor."""
 
 DENSE = layer_kind(
     "dense",
@@ -36,17 +36,17 @@ DENSE = layer_kind(
 
 
 GATHERED = "kv"
-"""Keys and values of ranks that share sequences: gathered for attention, or exchanged."""
+"""Keys and values of context-parallel ranks: gathered for attention, or exchanged."""
 
 DISPATCHED = "dispatch"
-"""Experts' rows: made of tokens, and sent where they are on other ranks."""
+"""Experts' rows: made from tokens, and sent if experts are on other ranks."""
 
 
 def _shared_sequences(kind: LayerKind, ranks: int, heads: bool) -> LayerKind:
-    """The same kind where ranks share sequences: its first part is cut where keys and values are gathered.
+    """The same kind with context parallelism: the first part is split where keys and values are gathered.
 
-    Queries are made while these travel. Gradients of queries are, too, while those of keys and values do. With `heads`
-    queries travel as well, and `core` has all tokens of some heads; what it finds goes back to the ranks of the tokens.
+    Queries are computed while keys and values travel, and gradients of queries while theirs do. With `heads` queries
+    travel too: `core` has all tokens of some heads, and its output returns to the ranks of the tokens.
     """
     attn = kind.entry
     away = partial(Part, lane="cp", purpose="cp", ranks=ranks)
@@ -85,11 +85,11 @@ def moe(
 ) -> LayerKind:
     """A layer whose experts are spread over `ep` ranks.
 
-    With `per_rank` a token is sent once per rank, and nothing of what comes back is kept for backward. With `placed`
+    With `per_rank` a token is sent once per target rank, and received results are not kept for backward. With `placed`
     rows arrive grouped by expert, so experts make no copy. If `ep` is 1, experts also get each row's routing weight.
-    With `uncounted` no host waits until it knows how many rows come. With `again` rows can be dispatched once more for
-    the backward of experts, which then do not keep them. `dispatch` makes what it sends from tokens, which the router
-    keeps; rows sent once per rank are few, and kept.
+    With `uncounted` the host never waits for row counts. With `again` rows can be dispatched again for the backward of
+    experts, which then do not keep them: `dispatch` makes the rows from tokens, which the router keeps. Rows sent once
+    per rank are few, and are kept.
     """
     away = partial(Part, lane="a2a", purpose="a2a", ranks=ep)
     arrived = ("fwd dispatch",) if placed else ()
@@ -130,12 +130,12 @@ def moe(
 
 
 STANDARD = ("dense", "moe")
-"""Names of the kinds of layers described here. With `_window` or `_delta` after them they are those of layers with a
-window, or with a gated delta net in place of attention."""
+"""Names of the kinds of layers described here. With the suffix `_window` or `_delta` a kind has attention over a
+window, or a gated delta net in place of attention."""
 
 
 _MIXING = ("attn", "core")
-"""Parts that cost something else with another mixer."""
+"""Parts whose cost depends on the mixer."""
 
 
 @lru_cache
@@ -151,7 +151,7 @@ def standard_types(
 ) -> tuple[LayerKind, ...]:
     """The descriptions of hocket's own kinds among `kinds`.
 
-    `cp` ranks share sequences, and exchange `heads` or gather keys and values; `moved` is as for `moe`.
+    With `cp` ranks, layers exchange `heads` or gather keys and values; `moved` is as for `moe`.
     """
     own = (DENSE, moe(**moved))  # type: ignore[arg-type]
     if cp > 1:

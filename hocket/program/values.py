@@ -1,32 +1,31 @@
 """Which values an op reads: the meaning of a plan, in one table.
 
-Every op produces at most one value, named by the op's key. `reads` lists the values an op looks up or
-still uses; `follows` lists the ops of its own part that must have run before it because it continues
-their saved state. The lowering turns both into `deps`, the checker proves that they hold, the dry run
-and the executor act on them.
+Every op produces at most one value, named by the op's key. `reads` lists the values that an op takes as inputs or still
+uses. `follows` lists the earlier ops of the same part whose saved state it continues. The lowering turns both into
+`deps`, the checker proves that they hold, and the dry run and the executor act on them.
 
 Note: [Values of communication lanes live longer]
-A tensor belongs to the lane on which it was allocated. A tensor of the compute lane that only compute ops
-use may be dropped at any time: the lane's own order protects it. A received tensor belongs to a
-communication lane, which could reuse its memory while the compute lane still reads it. So an op that
-keeps a received tensor inside its saved state, or in the queue of weight gradients, counts as a reader too: a part
-says which values those are (`Part.kept`, `Part.wgrad_kept`). hocket's own experts keep a copy of their rows in another
-order, but for rows that arrive in that order (`placed`): then weight gradients read what dispatch and the backward of
-combine have received. The residual addition hands the gradient of a layer's output on unchanged, so the last layer of
-a chunk keeps the received gradient until its shared expert's or dense MLP's weight gradients are done.
+A tensor belongs to the lane on which it was allocated. A tensor of the compute lane that only compute ops use may be
+dropped at any time: the lane's own order protects it. A received tensor belongs to a communication lane, which could
+reuse its memory while the compute lane still reads it. So an op that keeps a received tensor in its saved state, or in
+the queue of weight gradients, counts as a reader too; a part lists these values (`Part.kept`, `Part.wgrad_kept`).
+hocket's experts keep a reordered copy of their rows, except for rows that arrive in that order (`placed`): then weight
+gradients read what dispatch and the backward of combine have received. The residual addition passes the gradient of a
+layer's output on unchanged, so the last layer of a chunk keeps the received gradient until its shared expert's or dense
+MLP's weight gradients are done.
 
-Note: [What an update has read is the compute lane's]
-An update takes the gradients that the step before left. Its value is their memory, which belongs to the compute lane,
-whose first weight gradient made it (`fsdp/planned/unit.py`). Only the update itself reads it, on its own lane. So it is
-its own reader, and the compute lane drops the value once it is known to come after the update: with the unit's first
-forward at the latest.
+Note: [An update's gradients belong to the compute lane]
+An update reads the gradients of the step before. Its value is their memory, which belongs to the compute lane, because
+the unit's first weight gradient allocated it (`fsdp/planned/unit.py`). The update, on its own lane, is the only reader.
+So the update counts as its own reader, and the compute lane drops the value once it is known to run after the update:
+at the unit's first forward at the latest.
 
-Note: [What is offloaded is the compute lane's]
-A forward leaves what it keeps to its segment, and offload copies it to the host's memory on a lane of its own. Then
-the tensors themselves are offload's value, in memory of the compute lane: nobody looks it up, but offload itself has
-read it. So the compute lane drops it when it is known to come after the copy. What reload brings back is memory of the
-compute lane too, else it would stay until the next reload. It is free by then, since a reload waits for the compute op
-in front of it. Backward reads it, and the weight gradient, which still refers to it.
+Note: [Offloaded tensors belong to the compute lane]
+A forward leaves its saved tensors to its segment, and offload copies them to host memory on a separate lane. The
+value of offload is the tensors themselves, in memory of the compute lane. No other op reads it, but offload itself has
+read it. So the compute lane drops it once it is known to run after the copy. The tensors that reload restores are
+memory of the compute lane too; on its own lane they would stay until the next reload. That memory is free by then,
+since a reload waits for the compute op before it. Backward reads them, and so does the weight gradient.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def output_grad(layout: Layout, rank: int, m: int, chunk: int, layer: int = -1) 
 
 
 def reads(op: Op, layout: Layout, rank: int) -> list[Key]:
-    """Keys of the ops whose values `op` uses: first its inputs, in order, then what its saved state refers to.
+    """Keys of the ops whose values `op` uses: first its inputs, in order, then those that its saved state refers to.
 
     See Note: [Values of communication lanes live longer].
     """
@@ -104,7 +103,7 @@ def reads(op: Op, layout: Layout, rank: int) -> list[Key]:
         case "wgrad":
             return [*_kept(op, layout, rank, layout.part(part, op.layer).wgrad_kept), *_reloaded(op, layout)]
         case "send" if part == TIED:
-            return []  # gradients at rest, which are no op's value
+            return []  # the last step's gradients, which are no op's value
         case "step":
             return [("recv", TIED, m, c, -1)] if c >= 0 else []
         case "send":
@@ -113,7 +112,7 @@ def reads(op: Op, layout: Layout, rank: int) -> list[Key]:
 
 
 def _inputs(op: Op, layout: Layout, rank: int) -> list[Key]:
-    """What a forward reads."""
+    """The inputs of a forward."""
     m, c, layer = op.microbatch, op.chunk, op.layer
     if op.part == EMBED.name:
         return []
@@ -124,29 +123,29 @@ def _inputs(op: Op, layout: Layout, rank: int) -> list[Key]:
         if source == INPUT:
             found.append(layer_input(layout, rank, m, c, layer))
         else:
-            again = op.verb == "recompute" and gathers_again(layout, source, layer)
+            again = op.verb == "recompute" and recomputed_for_readers(layout, source, layer)
             found.append(("recompute" if again else "fwd", source, m, c, layer))
     return found
 
 
-def gathers_again(layout: Layout, part: str, layer: int) -> bool:
-    """Whether a part of a layer makes its value once more, for its readers in backward."""
+def recomputed_for_readers(layout: Layout, part: str, layer: int) -> bool:
+    """Whether a part is recomputed to give its value to its readers' backwards."""
     return layout.recomputes(part, layer) and layout.part(part, layer).lends
 
 
 def lent_to(layout: Layout, part: str, layer: int) -> str:
-    """The part whose value a part does not keep for its backward, since it is made again; empty if there is none.
+    """The input part whose value this part does not save, since that part is recomputed; empty if there is none.
 
-    A recomputed reader reads it in its recompute; any other in its backward, last.
+    Such a part reads the recomputed value last in its backward. A recomputed part reads it in its own recompute.
     """
     if layer < 0 or layout.recomputes(part, layer):
         return ""
     sources = (source for source in layout.part(part, layer).sources if source != INPUT)
-    return next((source for source in sources if gathers_again(layout, source, layer)), "")
+    return next((source for source in sources if recomputed_for_readers(layout, source, layer)), "")
 
 
 def output_grads(op: Op, layout: Layout, rank: int) -> list[Key]:
-    """The values that hold the gradients of a part's outputs: those of its readers' backwards, in forward order."""
+    """The values that hold the gradients of a part's outputs: its readers' backwards, in forward order."""
     m, c, layer = op.microbatch, op.chunk, op.layer
     if op.part == HEAD.name:
         return []
@@ -157,7 +156,7 @@ def output_grads(op: Op, layout: Layout, rank: int) -> list[Key]:
 
 
 def _kept(op: Op, layout: Layout, rank: int, values: tuple[str, ...]) -> list[Key]:
-    """Of the values that saved state refers to, those that a communication lane has made."""
+    """Those of the values in saved state that a communication lane has allocated."""
     m, c, layer = op.microbatch, op.chunk, op.layer
     found: list[Key] = []
     for value in values:
@@ -167,7 +166,7 @@ def _kept(op: Op, layout: Layout, rank: int, values: tuple[str, ...]) -> list[Ke
             key = output_grads(op, layout, rank)[0] if layer < 0 else output_grad(layout, rank, m, c, layer)
         else:
             verb, _, part = value.partition(" ")
-            again = verb == "fwd" and op.verb != "recompute" and gathers_again(layout, part, layer)
+            again = verb == "fwd" and op.verb != "recompute" and recomputed_for_readers(layout, part, layer)
             key = ("recompute" if again else verb, part, m, c, layer)
         if key[0] == "recv" or (key[4] >= 0 and layout.part(key[1], key[4]).communicates):
             found.append(key)
@@ -175,27 +174,28 @@ def _kept(op: Op, layout: Layout, rank: int, values: tuple[str, ...]) -> list[Ke
 
 
 def _reloaded(op: Op, layout: Layout) -> list[Key]:
-    """What has come back from the host's memory for a backward. See Note: [What is offloaded is the compute lane's]."""
+    """The reloads that a backward reads. See Note: [Offloaded tensors belong to the compute lane]."""
     return [("reload", *op.key[1:])] if layout.offloads(op.part, op.layer) else []
 
 
 def first_reader(op: Op, layout: Layout) -> str:
     """The part that reads one share of an op's value before another part reads the rest; empty if there is one reader.
 
-    Of a forward these are the parts that read its outputs, of a backward those whose gradients it has made: see Note:
-    [One reader for each output]. A layer's rows, which the exchange reads, need not wait for the residual's reader.
+    Readers of a forward's value are the parts that read its outputs; readers of a backward's value are the parts whose
+    output gradients it made: see Note: [One reader for each output]. So the exchange's reader can free a layer's rows
+    before the residual is read.
     """
     if op.layer < 0 or op.verb not in ("fwd", "bwd"):
         return ""
     kind = layout.type_of(op.layer)
     parts = kind.readers[op.part] if op.verb == "fwd" else kind.by_name[op.part].sources
-    if op.verb == "fwd" and parts and gathers_again(layout, parts[0], op.layer):
-        return ""  # which reads its share once more
+    if op.verb == "fwd" and parts and recomputed_for_readers(layout, parts[0], op.layer):
+        return ""  # it reads its share again when it is recomputed
     return parts[0] if len(parts) > 1 and INPUT not in parts else ""
 
 
 def shares(op: Op, layout: Layout) -> tuple[int, ...]:
-    """Which items of an op's value, a list of outputs or of gradients of inputs, are its first reader's."""
+    """Indices of the first reader's share in an op's value, which is a list of outputs or of input gradients."""
     kind, first = layout.type_of(op.layer), first_reader(op, layout)
     part = kind.by_name[op.part]
     if op.verb == "bwd":
@@ -203,15 +203,15 @@ def shares(op: Op, layout: Layout) -> tuple[int, ...]:
     return tuple(n for n, output in enumerate(part.outputs) if kind.gradient_of(part, output)[0] == first)
 
 
-def memory_of(op: Op) -> Lane:
-    """The lane to which the memory of an op's value belongs: its own, but for updates, offloads and reloads."""
+def memory_lane(op: Op) -> Lane:
+    """The lane that owns the memory of an op's value: its own, except for updates, offloads and reloads."""
     return "compute" if op.verb in ("update", *HOST) else op.lane
 
 
 def reads_itself(op: Op) -> bool:
     """Whether an op's value is memory of the compute lane that only the op itself has read.
 
-    See Note: [What an update has read is the compute lane's] and Note: [What is offloaded is the compute lane's].
+    See Note: [An update's gradients belong to the compute lane], Note: [Offloaded tensors belong to the compute lane].
     """
     return op.verb in ("update", "offload")
 
@@ -219,9 +219,8 @@ def reads_itself(op: Op) -> bool:
 def follows(op: Op, layout: Layout) -> list[Key]:
     """Keys of the ops whose saved state `op` continues, of the same part: bwd after fwd, wgrad after bwd.
 
-    Where a part is recomputed, recompute comes between fwd and bwd. It continues what fwd decided: the routing. Where
-    it is offloaded, offload and reload come between them. And of the same unit: orthogonalise after collect, scatter
-    after that.
+    A recompute is between fwd and bwd, and reuses the routing that fwd chose. Offload and reload are between them too.
+    For units: orthogonalise follows collect, and scatter follows orthogonalise.
     """
     forward = "recompute" if layout.recomputes(op.part, op.layer) else "fwd"
     forward = "reload" if layout.offloads(op.part, op.layer) else forward
@@ -241,9 +240,9 @@ def _unit_of(op: Op, layout: Layout) -> UnitName | None:
 
 
 def unit_read(op: Op, layout: Layout) -> UnitName | None:
-    """The unit whose weights an op reads: forward, recomputation and input gradient of a part that owns weights.
+    """The unit whose weights an op reads: fwd, recompute or bwd of a part that owns weights.
 
-    Backward of some parts reads none (`Part.backward_reads_weights`), nor does any weight gradient.
+    The backward of some parts reads none (`Part.backward_reads_weights`), nor does any weight gradient.
     """
     if op.verb not in ("fwd", "recompute", "bwd"):
         return None
@@ -264,19 +263,19 @@ def unit_written(op: Op, layout: Layout) -> UnitName | None:
 
 
 class Meaning(NamedTuple):
-    """What the functions above say of an op. All that it reads or follows is of its own microbatch."""
+    """The results of the functions above for an op. All ops that it reads or follows are of its own microbatch."""
 
     reads: tuple[Name, ...]
     follows: Name | None
     needs: tuple[Name, ...]
-    """What it reads, then what it follows."""
+    """The values it reads, then the ops it follows."""
     unit_read: UnitName | None
     unit_written: UnitName | None
     first_reader: str
 
 
 class Meanings(dict[Name, Meaning]):
-    """The meanings of a rank's ops by name, each found once: it is the same for all microbatches."""
+    """The meanings of a rank's ops by name, computed once for all microbatches."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
         super().__init__()
@@ -301,5 +300,5 @@ class Meanings(dict[Name, Meaning]):
 
 @lru_cache(maxsize=64)
 def meanings(layout: Layout, rank: int) -> Meanings:
-    """Those of one rank, for all programs of a layout."""
+    """The meanings of one rank's ops, shared by all programs of a layout."""
     return Meanings(layout, rank)

@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hocket.kernels.pieces import Own, Pieces
 from hocket.runtime.driver import Cuda, Driver
 from hocket.runtime.lanes import stream_handle, wait_for_stream
-from hocket.runtime.pieces import Own, Pieces
 from hocket.runtime.queue import named
 from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.transports import DONE, Nccl, Pending, local_sum, place_own

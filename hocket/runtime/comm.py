@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.config import COPIED, Purpose
+from hocket.kernels.pieces import Pieces
 from hocket.program.mesh import HALF, P2P, PURPOSES, Mesh, Mover, most_sms, mover_of
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.collective_copies import CopiedCollectives, collective_copies
@@ -26,7 +27,6 @@ from hocket.runtime.hangs import Flags, Issued
 from hocket.runtime.lanes import SideStream
 from hocket.runtime.p2p_copies import CopiedHops, p2p_copies
 from hocket.runtime.peer_rows import CopiedRows, PushedRows, peer_copies, push_buffers
-from hocket.runtime.pieces import Pieces
 from hocket.runtime.shared_memory import Barrier, place, problem, refuse, unreachable
 from hocket.runtime.tokens import CopyingNccl, SentTokens, Tokens, copied_tokens
 from hocket.runtime.transports import (

@@ -35,7 +35,7 @@ class Driver(Protocol):
 
     def copy(self, stream: int, into: int, source: int, nbytes: int) -> None: ...
     def copies(self, stream: int, into: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
-        """Independent copies: uint64 arrays [N], at least one byte each."""
+        """Independent copies: contiguous arrays [N] of 64-bit integers, at least one byte each."""
         ...
 
     def write(self, stream: int, flag: int, value: int) -> None:
@@ -99,7 +99,18 @@ class Cuda:
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
         self._batch: Any = getattr(library, "cuMemcpyBatchAsync", None)  # since CUDA 12.8
+        if self._batch is not None:
+            self._batch.argtypes = (
+                *[ctypes.c_uint64] * 3,
+                ctypes.c_size_t,
+                *[ctypes.c_void_p] * 2,
+                ctypes.c_size_t,
+                *[ctypes.c_void_p] * 2,
+            )
         self._how = _Attributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
+        self._first, self._failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        self._of_all = (*(ctypes.addressof(one) for one in (self._how, self._first)), 1, ctypes.addressof(self._failed))
+        """Attributes, the first copy that has them, their number, and where a failed call writes which copy it was."""
         self._write, self._wait, self._steps = (
             getattr(library, f"{name}_v2")
             for name in ("cuStreamWriteValue32", "cuStreamWaitValue32", "cuStreamBatchMemOp")
@@ -127,12 +138,8 @@ class Cuda:
             for each in zip(into.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
                 self.copy(stream, *each)
             return
-        arrays = [np.ascontiguousarray(numbers, dtype=np.uint64) for numbers in (into, sources, nbytes)]
-        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        addresses = (ctypes.c_void_p(numbers.ctypes.data) for numbers in arrays)
-        count = ctypes.c_size_t(len(into))
-        how = ctypes.byref(self._how), ctypes.byref(first), ctypes.c_size_t(1)
-        _check(self._batch(*addresses, count, *how, ctypes.byref(failed), ctypes.c_void_p(stream)))
+        addresses = (numbers.__array_interface__["data"][0] for numbers in (into, sources, nbytes))
+        _check(self._batch(*addresses, len(into), *self._of_all, stream))
 
     def write(self, stream: int, flag: int, value: int) -> None:
         _check(self._write(stream, flag, value & 0xFFFFFFFF, 0))

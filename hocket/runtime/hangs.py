@@ -1,7 +1,7 @@
 """Hang reports: what a rank records of a step, which rank the others wait for, and a watchdog.
 
 A hang shows on all ranks, but its cause is on one: the rank that others wait for and that waits for none. Exchanges of
-a group have the same numbers on all its ranks, so comparing `RankState`s (`engine/standstill.py`) finds it: `culprit`.
+a group have the same numbers on all its ranks, so comparing `RankState`s (`engine/hang_report.py`) finds it: `culprit`.
 
 Note: [The watchdog never blocks]
 A report queries a device that may not answer, so it runs in a thread of its own. If that is late, the watchdog reports
@@ -86,7 +86,7 @@ class GroupProgress:
     what: str = ""
     """The first exchange not known to be complete: its op, or its call."""
     absent: tuple[int, ...] = ()
-    """World ranks whose flag this rank waits for, if flags tell."""
+    """World ranks whose flag this rank waits for, if known."""
 
     def as_text(self, number: int) -> str:
         """An exchange of this step as text; counted from 1."""
@@ -98,7 +98,7 @@ class GroupProgress:
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank does and waits for."""
+    """What one rank is doing and waiting for."""
 
     rank: int
     step: int
@@ -220,7 +220,7 @@ class Recorder:
         """What the host does outside of ops: a part of the step's end, or work after all ops."""
 
     def begin(self, replayed: bool = False) -> None:
-        """Begin a step: from now on a standstill is a hang. A `replayed` step repeats what was issued last."""
+        """Begin a step: from now on a lack of progress is a hang. A `replayed` step repeats what was issued last."""
         begun = self._begin_exchanges()
         if not replayed:
             self.issued, self._times, self.exchanges = [], [], begun

@@ -67,11 +67,11 @@ class RebuiltTensor:
 
     def __init__(self) -> None:
         self._make: Callable[[Tensor], Tensor] | None = None
-        self._there: Tensor | None = None
+        self._on_device: Tensor | None = None
 
     def made(self, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> None:
         """In forward: `tensor` is what `make` makes of the value that `give` will be given."""
-        self._there, self._make = tensor, make
+        self._on_device, self._make = tensor, make
 
     @classmethod
     def current(cls) -> RebuiltTensor | None:
@@ -86,11 +86,11 @@ class RebuiltTensor:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            RebuiltTensor._now.rebuilt = self._there = None
+            RebuiltTensor._now.rebuilt = self._on_device = None
         assert self._make is not None, "forward makes something of what is rebuilt"
 
     def _pack(self, saved: Tensor) -> Any:
-        there = self._there
+        there = self._on_device
         if there is None or saved.untyped_storage()._cdata != there.untyped_storage()._cdata:
             return saved
         return saved.shape, saved.stride(), saved.storage_offset()
@@ -98,17 +98,17 @@ class RebuiltTensor:
     def _unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        assert self._there is not None, "what was rebuilt is given before backward"
-        return self._there.as_strided(*saved)
+        assert self._on_device is not None, "what was rebuilt is given before backward"
+        return self._on_device.as_strided(*saved)
 
     def give(self, value: Tensor) -> None:
         """Rebuild the tensor, before the segment's backward."""
         assert self._make is not None, "what is rebuilt is given once, after forward"
         with torch.no_grad():
-            self._there, self._make = self._make(value), None
+            self._on_device, self._make = self._make(value), None
 
     def end(self) -> None:
-        self._there = None
+        self._on_device = None
 
 
 def rebuild_in_backward(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> None:
@@ -229,7 +229,7 @@ class OffloadedTensors:
         self._device = device
         self._stay = {tensor.untyped_storage()._cdata for tensor in stay}
         self._index: dict[int, int] = {}
-        self._there: list[Tensor] = []  # bytes of each storage, while on the device
+        self._on_device: list[Tensor] = []  # bytes of each storage, while on the device
         self._sizes: list[int] = []
 
     @contextmanager
@@ -244,8 +244,8 @@ class OffloadedTensors:
         if storage._cdata in self._stay or storage.nbytes() < SMALLEST or saved.device.type != self._device.type:
             return saved
         if storage._cdata not in self._index:
-            self._index[storage._cdata] = len(self._there)
-            self._there.append(_bytes_of(storage))
+            self._index[storage._cdata] = len(self._on_device)
+            self._on_device.append(_bytes_of(storage))
         view = saved.storage_offset(), saved.shape, saved.stride()
         return self._index[storage._cdata], saved.dtype, view
 
@@ -253,13 +253,13 @@ class OffloadedTensors:
         if isinstance(saved, Tensor):
             return saved
         number, dtype, view = saved
-        assert self._there, "what is away comes back before backward"
-        whole = self._there[number]
+        assert self._on_device, "what is away comes back before backward"
+        whole = self._on_device[number]
         return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), *view)
 
     def take(self) -> list[Tensor]:
         """After forward: hand over the offloaded storages, bytes [n] each."""
-        there, self._there = self._there, []
+        there, self._on_device = self._on_device, []
         self._sizes = [len(whole) for whole in there]
         return there
 
@@ -269,11 +269,11 @@ class OffloadedTensors:
         Not by `torch.empty`: with deterministic algorithms that fills it too, on a stream not ordered with the
         caller's.
         """
-        self._there = [_bytes_of(torch.UntypedStorage(size, device=self._device)) for size in self._sizes]
-        return self._there
+        self._on_device = [_bytes_of(torch.UntypedStorage(size, device=self._device)) for size in self._sizes]
+        return self._on_device
 
     def end(self) -> None:
-        self._there = []
+        self._on_device = []
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

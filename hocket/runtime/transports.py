@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hocket.kernels.pieces import Own, Pieces
 from hocket.runtime.blocks import Blocks, HostBlocks, rows_of
-from hocket.runtime.pieces import Own, Pieces
 
 # torch 2.13 renamed the flat collectives and warns about the old names.
 gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -370,11 +370,11 @@ class Nccl(_TorchTransport):
         if pieces.in_order and shard.dtype == out.dtype:
             gather_flat(out, shard, group=self.group)
             return DONE
-        rank = dist.get_rank(self.group)
-        place_own(shard, Own(rank, out, pieces), pieces.size)
+        own = Own(dist.get_rank(self.group), out, pieces)
+        place_own(shard, own, pieces.size)
         with self._as_one(pieces):
-            for (whole, _), (own, _) in zip(pieces.tensors(out), pieces.of(out, rank), strict=True):
-                gather_flat(whole, own, group=self.group)
+            for (whole, _), (mine, _) in zip(pieces.tensors(out), own.chunks(pieces.size), strict=True):
+                gather_flat(whole, mine, group=self.group)
         return DONE
 
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool, pieces: Pieces) -> Pending:
@@ -479,7 +479,7 @@ class Null:
         return DONE
 
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool, pieces: Pieces) -> Pending:
-        for view, here in pieces.of(full, self.rank):
+        for view, here in Own(self.rank, full, pieces).chunks(pieces.size):
             local_sum(view.view(1, -1), into.view(-1)[here], scale, add)
         return DONE
 

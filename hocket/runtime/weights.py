@@ -211,14 +211,14 @@ class Queued:
     """None outside of segments: no backward follows."""
 
     @property
-    def given(self) -> Tensor | None:
+    def autograd_input(self) -> Tensor | None:
         """The function's autograd input for the weight."""
         return None
 
     def value(self) -> Tensor:
         return self.weight.tensor()
 
-    again = value
+    value_in_backward = value
 
     def contribute(self, ctx: Any, index: int, write: Write) -> None:
         assert self.queue is not None, f"{self.weight.name} is managed: its forward must run inside collecting(queue)"
@@ -233,26 +233,26 @@ class Ordinary:
     for backward anyway.
     """
 
-    __slots__ = ("_version", "given")
+    __slots__ = ("_version", "autograd_input")
 
     def __init__(self, param: Tensor) -> None:
-        self.given, self._version = param, param._version
+        self.autograd_input, self._version = param, param._version
 
     def value(self) -> Tensor:
-        return self.given
+        return self.autograd_input
 
-    def again(self) -> Tensor:
+    def value_in_backward(self) -> Tensor:
         """The value in backward; raises RuntimeError where autograd would for a saved tensor."""
-        if self.given._version != self._version:
+        if self.autograd_input._version != self._version:
             raise RuntimeError("a weight of a layer was modified in place between its forward and its backward")
-        return self.given
+        return self.autograd_input
 
     def contribute(self, ctx: Any, index: int, write: Write) -> Tensor | None:
         """The gradient to return for input `index` of the function, None if not needed."""
         if not ctx.needs_input_grad[index]:
             return None
         refuse_graph()
-        gradient = torch.empty_like(self.given)
+        gradient = torch.empty_like(self.autograd_input)
         write(gradient)
         return gradient
 
@@ -282,22 +282,22 @@ def value_of(param: Tensor) -> Tensor:
 
 def apply(function: Any, x: Tensor, param: Tensor, *args: Any) -> Any:
     """Apply an autograd function to (x, autograd input of the weight, destination, *args)."""
-    where = destination(x, param)
-    return function.apply(x, where.given, where, *args)
+    dest = destination(x, param)
+    return function.apply(x, dest.autograd_input, dest, *args)
 
 
-def save_input(ctx: Any, x: Tensor, where: Destination) -> Tensor:
+def save_input(ctx: Any, x: Tensor, dest: Destination) -> Tensor:
     """Save what backward needs; returns the weight's value."""
     ctx.save_for_backward(x)
-    ctx.where = where
-    return where.value()
+    ctx.dest = dest
+    return dest.value()
 
 
 def saved_input(ctx: Any) -> tuple[Tensor, Tensor]:
     """The saved input and the weight's value, in a backward made of kernels."""
     refuse_graph()
     (x,) = ctx.saved_tensors
-    return x, ctx.where.again()
+    return x, ctx.dest.value_in_backward()
 
 
 # --------------------------------------------------------------------------------------------------------------- dtypes

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -30,6 +31,10 @@ SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the interface of gloo and NCCL."""
 MOST = 1800.0
 """Torch's default timeout of a gloo group, in seconds."""
+IDLE = 1.0
+"""Seconds after which ranks that wait for others look what those do."""
+GIVE_UP = dist.constants.default_pg_timeout
+"""How long a rank waits for late ranks: the timeout of a collective."""
 
 
 @contextlib.contextmanager
@@ -141,3 +146,16 @@ def host_group(timeout: float | None = None) -> dist.ProcessGroup:
         made = dist.new_group(ranks, limit, "gloo", use_local_synchronization=True, group_desc="host")
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def waiting(there: Callable[[], bool], late: Callable[[], str]) -> Iterator[None]:
+    """Wait until something is `there`; yields once in `IDLE` seconds. ValueError, with what is `late`, at last."""
+    start, turns = time.monotonic(), 0
+    while not there():
+        waited = time.monotonic() - start
+        if waited > GIVE_UP.total_seconds():
+            raise ValueError(f"{late()} in {GIVE_UP}: all ranks run the same units in the same order")
+        if waited > (turns + 1) * IDLE:
+            turns += 1
+            yield
+        time.sleep(min(max(waited, 1e-4), 5e-3))

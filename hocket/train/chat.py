@@ -1,24 +1,24 @@
-"""Rows that are learnt in part: an answer after its prompt, and what an assistant says in a chat.
+"""Rows of which only part is learnt: the answer after a prompt, and the assistant's turns in a chat.
 
 Note: [What of a chat is learnt]
-A chat template writes messages as one text. What the template has in `{% generation %}` is learnt, where it has such a
-tag, as transformers' `return_assistant_tokens_mask` has it. Otherwise a turn of the assistant is what the template adds
-to the turns before it and their prompt for an answer. Some templates write an earlier turn in another way once there
-are later ones: those of Qwen3 and DeepSeek leave out its thoughts. A chat then is several documents. Each ends with a
-turn of the assistant, has the turns before as the model will read them when it writes this one, and learns the turns
-that no document before has learnt. So each turn is learnt once, and as many turns as can share a document.
+A chat template renders messages as one text. If the template has `{% generation %}` tags, what they enclose is learnt,
+as in transformers' `return_assistant_tokens_mask`. Otherwise a turn of the assistant is the text that the template adds
+to the earlier turns and their generation prompt. Some templates render an earlier turn differently once later turns
+follow: those of Qwen3 and DeepSeek drop its thoughts. Such a chat becomes several documents. Each ends with a turn of
+the assistant and renders the earlier turns as the model will see them when it writes that turn. It learns the turns
+that no earlier document has learnt. So each turn is learnt once, and documents share as many turns as they can.
 
-Some prompts for an answer open a thought that the template does not write in the answer (DeepSeek-R1's). The answer
-then begins where its text leaves that of the prompt, whatever the answer says.
+Some generation prompts open a thought that the template does not repeat in the answer (DeepSeek-R1's). The answer then
+begins where the text first differs from the prompt, whatever the answer says.
 
 Note: [A chat is the same from any file]
-A table of Arrow's has each key in each message, null where a message had none. So null keys are left out of messages
-and tools from any file. The content of a message with `tool_calls` is null where it has none, for templates ask for
-it; such a null is written as no text.
+An Arrow table has every key in every message, and null for those that a message lacks. So null keys are dropped from
+messages and tools of every file format. A message with `tool_calls` and no content keeps `content` as null, because
+templates read that key; the template renders null as no text.
 
 Note: [A template comes from somebody else]
-It runs in jinja's sandbox, which keeps it from files and from Python's insides, as in transformers. It may still raise
-any exception: each is one line that names the template and the row.
+Templates are untrusted. They run in jinja's sandbox, without access to files or Python's internals, as in transformers.
+A template may still raise any exception: each becomes one line that names the template and the row.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from typing import Any
 
 from hocket.config import BYTES, DataConfig
 from hocket.config.rule import show
-from hocket.files import finite, json_in
+from hocket.files import json_in, regular_file
 from hocket.train.documents import BadFileError, Marked
 
 ROLE = "assistant"
 """The role whose turns are learnt."""
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Around what a template generates, until it is rendered: code points that no text has."""
+"""Marks around generated text while a template is rendered: code points that occur in no text."""
 ANSWER = "\ufdd2"
-"""An answer, in a chat that shows what follows one."""
+"""A placeholder answer, which shows what the template writes after one."""
 TEMPLATE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"
-"""Files of a tokenizer's folder that have a chat template; the second has special tokens too."""
+"""Files of a tokenizer's folder that can hold a chat template. The second also lists special tokens."""
 NAMING = "data.chat_template = a template of Jinja, or data.tokenizer = a folder that has one"
 
 
 def template_files(data: DataConfig) -> list[Path]:
-    """The files beside the tokenizer's on which chats depend."""
+    """Files, besides the tokenizer's own, that the tokens of chats depend on."""
     folder = Path(data.tokenizer) if data.tokenizer != BYTES else Path()
     folder = folder if folder.is_dir() else folder.parent
     names = [TEMPLATE, SETTINGS] if data.tokenizer != BYTES else []
@@ -64,17 +64,17 @@ class _Chat:
     messages: list[Any]
     tools: Any
     where: str
-    """Its line or row, in words."""
+    """Its line or row number, in words."""
 
 
 @dataclass(frozen=True)
 class Chats:
-    """The chat template of a configuration. It is loaded for the first chat."""
+    """The chat template of a configuration, loaded when the first chat is rendered."""
 
     data: DataConfig
 
     def marked(self, messages: list[Any], tools: Any, where: str) -> list[Marked]:
-        """The documents of a chat. Raises BadFileError for what the template refuses, or where there is none."""
+        """The documents of a chat. Raises BadFileError if the template is missing or rejects the chat."""
         chat = _Chat([_message(each, where) for each in messages], _tools(tools, where), where)
         if any(mark in str(value) for each in chat.messages for value in each.values() for mark in (OPEN, CLOSE)):
             raise BadFileError(f"has code points in {where} that no text has")
@@ -83,7 +83,7 @@ class Chats:
 
     @cached_property
     def end(self) -> str:
-        """What the template writes after an answer, without white space around it. Raises BadFileError."""
+        """What the template writes after an answer, stripped of white space. Raises BadFileError."""
         chat = _Chat([{"role": "user", "content": "?"}, {"role": ROLE, "content": ANSWER}], None, "a chat of two")
         _, said, after = self._render(chat, 2).rpartition(ANSWER)
         return after.replace(CLOSE, "").strip() if said else ""
@@ -105,7 +105,7 @@ class Chats:
         return [*made, replace(last, text=text) if text.startswith(last.text) else last]
 
     def _begin(self, chat: _Chat, number: int, answered: str) -> int:
-        """Where a turn begins that is the last one of a text."""
+        """Offset in `answered` at which its last turn begins."""
         if not number:
             return 0
         asked = self._render(chat, number, asks=True)
@@ -121,7 +121,7 @@ class Chats:
         return begin
 
     def _render(self, chat: _Chat, count: int, asks: bool = False) -> str:
-        """The text of the first messages; what it `asks` ends where an answer begins."""
+        """The text of the first `count` messages. With `asks` it ends with the generation prompt."""
         template, special, name = self._template
         given = {"messages": chat.messages[:count], "tools": chat.tools, "add_generation_prompt": asks}
         try:
@@ -132,7 +132,7 @@ class Chats:
 
     @cached_property
     def _template(self) -> tuple[Any, Mapping[str, str], Path]:
-        """The template, special tokens by the names that templates know, and the template's file."""
+        """The template, its special tokens by the names templates use, and its file."""
         source, special, name = "", dict[str, str](), Path()
         for file in reversed(template_files(self.data)):
             try:
@@ -141,7 +141,7 @@ class Chats:
                     special = {k: _content(v) for k, v in found.items() if k.endswith("_token") and v}
                     content = _default(found.get("chat_template"))
                 else:
-                    content = finite(file).read_text(encoding="utf-8")
+                    content = regular_file(file).read_text(encoding="utf-8")
             except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
                 raise BadFileError(f"has chats, and {file} cannot be read ({_in_a_line(error)})", NAMING) from None
             source, name = (content, file) if content else (source, name)
@@ -163,7 +163,7 @@ EMPTY = "content for it, or data.skip_empty = true, which leaves such chats out"
 
 
 def _message(given: Any, where: str) -> dict[str, Any]:
-    """A message of role and content. See Note: [A chat is the same from any file]."""
+    """A message with role and content. See Note: [A chat is the same from any file]."""
     message = _without_nulls(given)
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadFileError(f"has no message but {given!r:.40} in {where}", "messages of role and content")
@@ -173,7 +173,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
 
 
 def _tools(given: Any, where: str) -> Any:
-    """What may be called: a list, which some files hold as JSON in a text."""
+    """The tools of a chat: a list, which some files store as JSON text."""
     try:
         found = json.loads(given) if isinstance(given, str) and given.strip() else given
     except (ValueError, RecursionError):
@@ -192,18 +192,18 @@ def _content(token: Any) -> str:
 
 
 def _default(templates: Any) -> str:
-    """The template of a tokenizer that may have several, by name."""
+    """The default template of a tokenizer that may have several, by name."""
     if isinstance(templates, list):
         return next((each["template"] for each in templates if each["name"] == "default"), "")
     return templates or ""
 
 
 def _environment() -> Any:
-    """Where a template that somebody else wrote can do nothing but write text; as transformers has it."""
+    """A sandbox in which an untrusted template can only produce text, set up as in transformers."""
     jinja, *_ = (importlib.import_module(name) for name in ("jinja2", "jinja2.sandbox", "jinja2.ext"))
 
     class Generation(jinja.ext.Extension):
-        """`{% generation %}` marks what is inside."""
+        """`{% generation %}` marks the text it encloses."""
 
         tags = frozenset({"generation"})
 

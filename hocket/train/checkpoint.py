@@ -4,12 +4,11 @@
         step-00000100/       tensors in DCP's format (`*.distcp`, `.metadata`) and meta.json
         latest               link to the newest one
 
-`meta.json` has the settings and the position of the stream; `.metadata` has a checksum of each range of elements, which
-is compared before anything is loaded (`CheckpointReader`). How a folder appears whole is Note: [A checkpoint is there
-or it is not].
+`meta.json` has the settings and the position of the stream. `.metadata` has a checksum of each range of elements, which
+`CheckpointReader` compares before it loads anything. Note: [A checkpoint is there or it is not] explains how a folder
+appears atomically.
 
-All functions here are collective: every rank calls them with the same arguments. An error of one rank is raised
-on all.
+All functions here are collective: every rank calls them with the same arguments. An error of one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from hocket.fsdp.saving.storage import METADATA, CheckpointReader, CheckpointWri
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world, together
 from hocket.step import STEP
-from hocket.train.runs import changes, stored, told
+from hocket.train.runs import changes, reported_changes, stored
 
 if TYPE_CHECKING:
     from hocket.train.metrics import Metrics
@@ -47,19 +46,19 @@ if TYPE_CHECKING:
 # -- What a checkpoint says about itself -------------------------------------------------------------------------------
 
 FORMAT = 2
-"""Number of the format. It changes whenever saved data changes its meaning."""
+"""Version of the format. Increase it whenever saved data changes its meaning."""
 
 META = "meta.json"
-"""The file that hocket adds to those of DCP."""
+"""The file that hocket adds to DCP's files."""
 
 CHECK = "check"
-"""The key in `meta.json` of the checksum of all else that it says."""
+"""Key of the checksum in `meta.json`, which covers all other keys."""
 
 
 def damage_of(path: Path) -> str:
-    """What is wrong with what a checkpoint says about itself, in words; empty if nothing is. The same on all ranks.
+    """Why a checkpoint's metadata is damaged, in words; empty if it is not. The same on all ranks.
 
-    Damaged tensors are found when they are read.
+    Damage of tensors is found when they are read.
     """
     return next((text for text in everyone(_damage_seen(path)) if text), "")
 
@@ -84,33 +83,33 @@ def _damage_seen(path: Path) -> str:
 
 
 def sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What `meta.json` says, with the checksum of all else that it says."""
+    """The content of `meta.json`, with a checksum of all its other keys."""
     said = {name: value for name, value in meta.items() if name != CHECK}
-    read_back = json.loads(json.dumps(said))  # keys that are numbers are text in a file
+    read_back = json.loads(json.dumps(said))  # JSON turns numeric keys into text
     return {**said, CHECK: zlib.crc32(json.dumps(read_back, sort_keys=True).encode())}
 
 
-# -- The folders of a run's checkpoints: their names, which is the newest and the best, and which are deleted ----------
+# -- The folders of a run's checkpoints: their names, the newest one, and which are deleted ----------------------------
 
 STEPS = "step-*"
-"""Names of checkpoints, as a pattern."""
+"""Pattern of checkpoint folder names."""
 
 
 def name_of(step: int) -> str:
-    """The name of a checkpoint of so many steps."""
+    """Folder name of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Folders of checkpoints with their final names, by step. Other names are somebody else's: no copy is deleted."""
+    """Checkpoint folders with their final names, newest first. Other names are the user's: copies are not deleted."""
     found = (path for path in folder.glob(STEPS) if path.is_dir() and path == path.with_name(name_of(step_of(path))))
     return sorted(found, key=step_of, reverse=True)
 
 
 def delete_old(checkpoints: Path, train: TrainConfig) -> None:
-    """Delete the checkpoints that are not to be kept, after a save that went well. Runs on rank 0.
+    """After a successful save, delete the checkpoints that `train.keep` does not keep. Runs on rank 0.
 
-    What the file system refuses is no error: the next save tries again.
+    Errors of the file system are ignored: the next save tries again.
     """
     with contextlib.suppress(OSError):
         kept = train.kept
@@ -120,29 +119,29 @@ def delete_old(checkpoints: Path, train: TrainConfig) -> None:
 
 
 def step_of(path: Path) -> int:
-    """How many steps a checkpoint has by its name."""
+    """The step in a checkpoint's name."""
     digits = path.name.rpartition("-")[2]
     return int(digits) if digits.isdigit() else 0
 
 
 def newest_of(run: Path) -> Path:
-    """The newest checkpoint in the folder of a run; the folder itself if it has none, for it may be a checkpoint."""
+    """The newest checkpoint in a run's folder; the folder itself if it has none, since it may be a checkpoint."""
     checkpoints = run / "checkpoints"
     return next((path for path in (*newest_first(checkpoints), checkpoints / "latest") if path.exists()), run)
 
 
 def link(path: Path) -> None:
-    """Have `latest` stand for a checkpoint.
+    """Point the link `latest` at a checkpoint.
 
-    A link is for people: runs and commands go by the names of checkpoints. So a file system that refuses one fails no
-    save, but no link stays that stands for an earlier checkpoint.
+    The link is for people: runs and commands go by the names of checkpoints. So a save succeeds even if the file system
+    refuses links, but a link to an earlier checkpoint is removed.
     """
     latest, own = path.with_name("latest"), path.with_name("latest.tmp")
     if latest.resolve() == path.resolve():
         return
     try:
         if latest.is_dir() and not latest.is_symlink():
-            set_aside(latest)  # what a copy of the run's folder without links has made of it
+            set_aside(latest)  # copying a run's folder without links makes a folder of it
         own.unlink(missing_ok=True)
         own.symlink_to(path.name)
         own.replace(latest)
@@ -154,26 +153,26 @@ def link(path: Path) -> None:
 # -- checkpoint --------------------------------------------------------------------------------------------------------
 
 TextUpTo = Callable[[int], str]
-"""What the stream is of, up to a position."""
+"""Describes the text that the stream reads, up to a position."""
 
 OfRanks = dist.ProcessGroup | None
-"""The ranks that talk to each other; None is all of them."""
+"""The process group of the ranks that communicate; None is all ranks."""
 
 State = dict[str, Any]
-"""This rank's part of the state, by key such as `model.embed.weight`. Ranks may give the same elements."""
+"""This rank's part of the state, by key such as `model.embed.weight`. Several ranks may hold the same elements."""
 
 
 class SaveFailed(ValueError):
-    """The file system has refused a checkpoint. Nothing of it is left. Earlier checkpoints are unchanged."""
+    """The file system refused a checkpoint. Its files are removed, and earlier checkpoints are unchanged."""
 
 
 class DamageError(Exception):
-    """What a checkpoint has lost, found on all ranks before or while it is loaded."""
+    """Damage of a checkpoint, found on all ranks before or while it is loaded."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """The content of a checkpoint beside its tensors."""
+    """The content of a checkpoint apart from its tensors."""
 
     path: Path
     step: int
@@ -181,9 +180,9 @@ class Restored:
     position: int
     """Sequences consumed."""
     more: Mapping[str, Any]
-    """What else was given to be saved."""
+    """Further values that the trainer saved."""
     notes: tuple[str, ...]
-    """Remarks for the user: checkpoints passed over, settings that have changed since."""
+    """Remarks for the user: checkpoints skipped, settings changed since."""
 
 
 def checkpoints_of(settings: Settings) -> Path:
@@ -196,25 +195,25 @@ def checkpoints_of(settings: Settings) -> Path:
 
 @dataclass(frozen=True)
 class Moment:
-    """What a checkpoint holds beside tensors, the same on every rank."""
+    """What a checkpoint holds apart from tensors, the same on every rank."""
 
     step: int
     """Steps done."""
     position: int
     """Sequences consumed."""
     text: str = ""
-    """What the stream is of, up to `position`, which means another place in another text."""
+    """Describes the stream's text up to `position`: in another text a position is another place."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """JSON."""
+    """Further values, as JSON."""
 
 
-def save(settings: Settings, moment: Moment, state: State, behind: bool = False) -> Saving:
-    """Write a checkpoint, then delete those that `train.keep` does not keep; `behind`, from a copy, while training goes
-    on (Note: [Saving while training goes on]).
+def save(settings: Settings, moment: Moment, state: State, background: bool = False) -> Saving:
+    """Write a checkpoint, then delete those that `train.keep` does not keep.
 
-    Raises, or what is returned raises on every rank: SaveFailed if the file system refuses, or if there is one of that
-    step; what it has written is removed then, for on a full disk nothing else would find room. ValueError if it takes
-    some rank much longer than others.
+    With `background` it is written from a copy while training goes on (Note: [Saving while training goes on]).
+
+    This function, or its `Saving`, raises on every rank. SaveFailed: the file system refuses, or has a checkpoint of
+    that step; what was written is removed, to free a full disk. ValueError: one rank takes much longer than others.
     """
     path = checkpoints_of(settings) / name_of(moment.step)
     writer = CheckpointWriter(path, beside={META: json.dumps(meta_of(settings, moment), indent=1)})
@@ -228,10 +227,10 @@ def save(settings: Settings, moment: Moment, state: State, behind: bool = False)
             by_first(lambda: link(path), group)
         return path
 
-    saving = saved(path, state, write_it, behind, settings.train.hang_timeout)
+    saving = saved(path, state, write_it, background, settings.train.hang_timeout)
     if rank_and_world()[0] == 0:
         thread().submit(lambda: saving.written and delete_old(path.parent, settings.train))
-    if not behind:
+    if not background:
         with in_time(settings, "delete old checkpoints"):
             by_first(wait_for_thread)
     return saving
@@ -239,10 +238,10 @@ def save(settings: Settings, moment: Moment, state: State, behind: bool = False)
 
 @contextlib.contextmanager
 def in_time(settings: Settings, task: str) -> Iterator[None]:
-    """Name the setting where a rank gives up to wait until others have done a task. Raises ValueError."""
+    """Turn a rank's timeout while it waits for the others to do a task into a ValueError that names the setting."""
     try:
         yield
-    except RuntimeError as error:  # of gloo: the others may still be at it
+    except RuntimeError as error:  # from gloo: the other ranks may still be working
         if "Timed out" not in str(error):
             raise
         limit = settings.train.hang_timeout
@@ -251,7 +250,7 @@ def in_time(settings: Settings, task: str) -> Iterator[None]:
 
 
 def meta_of(settings: Settings, moment: Moment) -> dict[str, Any]:
-    """What `meta.json` has."""
+    """The content of `meta.json`."""
     return sealed({
         "format": FORMAT, "step": moment.step, "position": moment.position, "text": moment.text,
         "more": dict(moment.more), "world": settings.world, "digest": digest(settings),
@@ -261,7 +260,7 @@ def meta_of(settings: Settings, moment: Moment) -> dict[str, Any]:
 
 
 def _refused(settings: Settings, step: int, state: State, error: OSError | ValueError, group: OfRanks) -> str:
-    """The message about a save that has failed: what rank 0 sees once all have removed what they wrote."""
+    """The message about a failed save: as rank 0 sees it after all ranks have removed their files."""
     size, folder = shown(size_of(state, group)), checkpoints_of(settings)
     place, reason, fix = folder / name_of(step), str(error), "a folder on a file system that all ranks share"
     if isinstance(error, OSError):
@@ -274,7 +273,7 @@ def _refused(settings: Settings, step: int, state: State, error: OSError | Value
 
 
 def size_of(state: State, group: OfRanks = None) -> int:
-    """Bytes of a checkpoint, of all ranks."""
+    """Bytes of a checkpoint, over all ranks."""
     mine = {name: prod(shard.shape) * shard.dtype.itemsize for name, shard in state.items()}
     return sum({name: size for part in everyone(mine, group) for name, size in part.items()}.values())
 
@@ -283,18 +282,18 @@ def size_of(state: State, group: OfRanks = None) -> int:
 
 
 def resumes(settings: Settings) -> bool:
-    """Whether a run loads a checkpoint, or is refused: then it needs no first values, whatever `model.weights` says."""
+    """Whether a run loads a checkpoint (or is refused). Weights are then not initialised, even from `model.weights`."""
     if settings.run.resume == "off" or settings.train.transport == "null":
         return False
     return bool(_candidates(settings))
 
 
 def restore(settings: Settings, state: State, text: TextUpTo = lambda _: "") -> Restored | None:
-    """Load the checkpoint that `run.resume` asks for into the tensors of `state`; None if there is none to load.
+    """Load the checkpoint that `run.resume` asks for into the tensors of `state`. Returns None if there is none.
 
-    `auto` takes the newest checkpoint of the run that is not damaged. Whatever the run does not continue from is
-    renamed, so that it is neither taken for this run's nor deleted. Raises ValueError if the checkpoint is missing or
-    damaged, or belongs to another model, or if the folder cannot be written.
+    `auto` takes the run's newest checkpoint that is not damaged. Checkpoints and metrics that the run does not continue
+    from are renamed: they are not deleted, and later runs do not take them for this run's. Raises ValueError if the
+    checkpoint is missing, damaged or of another model, or if the folder cannot be written.
     """
     _change_folder(settings, lambda: clean_up(checkpoints_of(settings), STEPS))
     restored = None if settings.run.resume == "off" else _find_and_load(settings, state, text)
@@ -303,7 +302,7 @@ def restore(settings: Settings, state: State, text: TextUpTo = lambda _: "") -> 
 
 
 def _change_folder(settings: Settings, action: Callable[[], object]) -> None:
-    """Have rank 0 move checkpoints of earlier runs. No other run writes there: a run locks its folder."""
+    """Have rank 0 move checkpoints of earlier runs. The run holds the folder's lock, so no other run writes there."""
     try:
         by_first(action)
     except OSError as error:
@@ -332,7 +331,7 @@ def _find_and_load(settings: Settings, state: State, text: TextUpTo) -> Restored
 
 
 def _candidates(settings: Settings) -> list[Path]:
-    """Checkpoints of which the first whole one is loaded, unless `run.resume` is off."""
+    """Checkpoints to try in order: the first undamaged one is loaded, unless `run.resume` is off."""
     resume = settings.run.resume
     return everyone(newest_first(checkpoints_of(settings)))[0] if resume == "auto" else [Path(resume)]
 
@@ -345,7 +344,7 @@ def _load(path: Path, settings: Settings, state: State, text: TextUpTo, notes: l
         if not differences:
             reader.load({name: value for name, value in state.items() if name in stored}, f"{path}: ")
     except (OSError, ValueError) as error:
-        if isinstance(error, ValueError) and error.__cause__ is not None:  # no damage: memory was short, for instance
+        if isinstance(error, ValueError) and error.__cause__ is not None:  # not damaged: memory was short, for instance
             fix = "name another checkpoint, or start again if this may pass"
             raise ValueError(problem("run.resume", settings.run.resume, settings.origins, str(error), fix)) from error
         raise DamageError(" ".join(str(error).split())) from None
@@ -359,7 +358,7 @@ def _load(path: Path, settings: Settings, state: State, text: TextUpTo, notes: l
     wrote = meta["config"].get("run", {}).get("folder", "")
     if settings.run.resume == "auto" and wrote != settings.run.folder:
         notes.append(f"{path} was written by the run in {wrote}, and this run continues it")
-    relevant = list(told(meta["config"], settings))
+    relevant = list(reported_changes(meta["config"], settings))
     now = text(meta["position"])
     if meta["text"] != now:
         relevant.append(f"the text was {meta['text']}, and is {now}: some of it will be read again, some never")
@@ -368,9 +367,9 @@ def _load(path: Path, settings: Settings, state: State, text: TextUpTo, notes: l
 
 
 def _differences(stored: Mapping[str, Any], state: State) -> list[str]:
-    """Tensors that only one side has, or that have different shapes. The same list on every rank.
+    """Tensors that only one side has, or whose shapes differ. The same list on every rank.
 
-    What the next step goes by beside weights and averages depends on settings: it begins anew if it is not there.
+    The state under `STEP` depends on settings: if a checkpoint lacks a part of it, that part starts afresh.
     """
     saved = {name: tuple(shape) for name, shape in stored.items() if isinstance(shape, torch.Size)}
     mine = {name: tuple(shard.shape) for name, shard in state.items()}
@@ -388,16 +387,16 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
-    """Rename the checkpoints of an earlier run in this folder, or those after the one that was loaded."""
+    """Rename the checkpoints of an earlier run in this folder, or those after the step that was loaded."""
     folder = checkpoints_of(settings)
     there = newest_first(folder)
-    # A checkpoint of this run may be a link to where somebody has moved it, and `run.resume` may be a link to it.
+    # A checkpoint of this run may be a link to where the user moved it, and `run.resume` may be such a link.
     loaded = restored.path.resolve() if restored else None
     own = next((path for path in there if path.resolve() == loaded), None)
     if restored is None or not own:
         if folder.exists() and any(folder.iterdir()):
             set_aside(folder)
-        if restored is not None:  # another run's: what was measured here does not belong to it
+        if restored is not None:  # loaded from another run: these metrics do not belong to it
             set_aside(Path(settings.run.folder) / "metrics.jsonl")
         return
     for path in there:
@@ -412,22 +411,22 @@ def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
 
 
 def problem_of(settings: Settings, reason: str, fix: str) -> str:
-    """A line about the place for checkpoints."""
+    """A message about the run's folder."""
     return problem("run.folder", settings.run.folder, settings.origins, reason, fix)
 
 
 # -- room --------------------------------------------------------------------------------------------------------------
-# Whether there is room for what a run will save, asked before there is anything to lose.
+# Checked before training starts: whether the disk and the hosts' memory have room for what the run will save.
 
 
 def make_place(settings: Settings, state: State) -> list[str]:
-    """Make the folder of a run's checkpoints, before there is anything to lose.
+    """Create the folder of a run's checkpoints before training starts.
 
-    Returns a remark if there is less room than its checkpoints will need. Raises ValueError if the folder cannot be
-    written, or if the ranks' hosts do not share it.
+    Returns a remark if the disk has less room than the checkpoints need. Raises ValueError if the folder cannot be
+    written, or if the hosts do not share it.
     """
     folder = checkpoints_of(settings)
-    # Named like a checkpoint that is being written, so that what is left of it is removed like one.
+    # Named like an unfinished checkpoint, so that a leftover is removed like one.
     here = folder / everyone(f"step-here-{platform.node()}-{time.time_ns()}.tmp")[0]
     try:
         by_first(lambda: here.mkdir(parents=True))
@@ -448,34 +447,34 @@ def make_place(settings: Settings, state: State) -> list[str]:
 
 
 def _most(train: TrainConfig) -> int:
-    """Most checkpoints that are there at a time, with the one that is being written."""
+    """Largest number of checkpoints at a time, with the one being written."""
     kept = train.kept
     for_good = train.steps // math.lcm(kept["every"], train.save_every or train.steps) if kept["every"] else 0
     return kept["newest"] + for_good + 1
 
 
 def require_memory(settings: Settings, offloaded: int, copies: int, available: int) -> str:
-    """Refuse what a host's ranks have no memory for, of which `available` bytes are left.
+    """Check that each host has memory for its ranks, given the `available` bytes.
 
-    `offloaded` and `copies` are the bytes of this rank: what steps offload, and copies of what is being saved.
-    Returns a remark where the host has no memory for the copies, the same on every rank: then there must be none.
-    Raises ValueError, on every rank, where it has none for what is offloaded.
+    `offloaded` and `copies` are bytes of this rank: what steps offload, and copies for saving in the background.
+    Returns a remark, the same on every rank, if a host lacks memory for the copies: training then waits during saves.
+    Raises ValueError on every rank if it lacks memory for offloading.
     """
     ranks, without = everyone((platform.node(), offloaded, copies, available)), ""
     for host in dict.fromkeys(name for name, *_ in ranks):
         of_host = [rank for rank in ranks if rank[0] == host]
-        away, copied = sum(rank[1] for rank in of_host), sum(rank[2] for rank in of_host)
+        offload_bytes, copy_bytes = sum(rank[1] for rank in of_host), sum(rank[2] for rank in of_host)
         room = min(rank[3] for rank in of_host)
         left = f"{shown(room)} of its memory are available"
-        if away > room:
-            reason = f"offloaded tensors of {host}'s ranks take {shown(away)}, and {left}"
+        if offload_bytes > room:
+            reason = f"offloaded tensors of {host}'s ranks take {shown(offload_bytes)}, and {left}"
             fix = "fewer parts or layers, such as attn:2, or plan.recompute"
             raise ValueError(problem("plan.offload", settings.plan.offload, settings.origins, reason, fix))
-        if copied and away + copied > room:
-            what = "copies and offloaded tensors" if away else "copies"
+        if copy_bytes and offload_bytes + copy_bytes > room:
+            what = "copies and offloaded tensors" if offload_bytes else "copies"
             without = (
                 f"training waits while checkpoints are written: {what} of {host}'s ranks, with which it would go on, "
-                f"take {shown(away + copied)}, and {left}"
+                f"take {shown(offload_bytes + copy_bytes)}, and {left}"
             )
     return without
 
@@ -492,11 +491,11 @@ def _require_shared(here: Path) -> None:
 class Saves:
     """The checkpoints of one run, which has done `step` steps. Every rank calls its methods alike.
 
-    `state` and `moment` say what there is to save, when they are called. With `behind` it is written from a copy in
-    the host's memory while training goes on.
+    `state` and `moment` return what to save at the time of the call. With `background` a checkpoint is written from a
+    copy in host memory while training goes on.
 
-    A full disk is no reason to end the run between two saves: what has been learnt since the last checkpoint would be
-    lost at once, and there may be room by the next one. The last save of a run has no next one, and raises.
+    A full disk does not end the run between two saves: that would lose all progress since the last checkpoint, and
+    there may be room by the next save. The last save of a run has no next one, so it raises.
     """
 
     def __init__(
@@ -506,22 +505,22 @@ class Saves:
         step: int,
         state: Callable[[], State],
         moment: Callable[[], Moment],
-        behind: bool = True,
+        background: bool = True,
     ) -> None:
-        self.settings, self._metrics, self._behind = settings, metrics, behind
+        self.settings, self._metrics, self._background = settings, metrics, background
         self._state, self._moment = state, moment
         self._saved = step
         self._under_way: tuple[int, Saving] | None = None
 
     def look(self) -> None:
-        """Tell of a save that has ended meanwhile. Ranks may see that at different steps."""
+        """Report a background save that has ended. Ranks may notice at different steps."""
         if self._under_way is not None and self._under_way[1].done():
             self._wait_for_checkpoint()
 
     def wait(self) -> None:
-        """Wait until the save that is under way has ended, and tell of it."""
+        """Wait until the background save has ended, and report it."""
         self._wait_for_checkpoint()
-        wait_for_thread()  # which deletes
+        wait_for_thread()  # which deletes old checkpoints
 
     def _wait_for_checkpoint(self) -> None:
         if self._under_way is None:
@@ -539,7 +538,7 @@ class Saves:
         self._metrics.saved(step, path, copy_seconds, write_seconds)
 
     def between(self, step: int) -> None:
-        """With `step` steps done, begin a save that is due, once the one before has ended, or do all of it."""
+        """After step `step`, save if due. Waits for the previous save, and without `background` for this one."""
         every = self.settings.train.save_every
         if not every or step % every:
             return
@@ -551,8 +550,8 @@ class Saves:
                 "train.save_every, or a faster disk, would spare that"
             )
         self._wait_for_checkpoint()
-        if self._behind:
-            self._under_way = moment.step, save(self.settings, moment, self._state(), behind=True)
+        if self._background:
+            self._under_way = moment.step, save(self.settings, moment, self._state(), background=True)
             return
         try:
             self._now(moment)
@@ -560,7 +559,7 @@ class Saves:
             self._warn(error, moment.step + every)
 
     def last(self) -> str:
-        """Save what is not saved yet, at the end of a run. Returns where, or nothing. Raises SaveFailed."""
+        """Save at the end of a run what is not saved yet. Returns the path, or an empty string. Raises SaveFailed."""
         self.wait()
         moment = self._moment()
         return str(self._now(moment)) if self._saved != moment.step else ""

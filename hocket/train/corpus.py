@@ -1,19 +1,18 @@
-"""Files of documents as one long array of tokens, tokenised once and then mapped into memory.
+"""Files of documents as one long array of tokens, tokenised once and then memory-mapped.
 
-Documents are written in a random order that the seed fixes, each followed by a separator. The last tokens of the
-array are the validation split; as the order is random, they come from all over the corpus. The cache holds checksums,
-and each process that opens it checks them: a flipped bit is told, and never trained on.
+Documents are written in a random order that the seed fixes, each followed by a separator. The last tokens of the array
+are the validation split; because the order is random, they are drawn from the whole corpus. The cache holds checksums,
+which each process verifies when it opens it: a flipped bit is reported, and never trained on.
 
 Note: [One run tokenises]
 All ranks of a host open the corpus at the same time. The process that gets the lock on `<key>.lock` tokenises into a
-temporary folder and renames it. The others wait for the lock and then find the folder. The system drops the lock of a
-process that dies, so no process waits for a dead writer.
+temporary folder and renames it. The others wait for the lock and then find the folder. The operating system releases
+the lock of a process that dies, so no process waits for a dead writer.
 
 Note: [Pieces are the same whoever makes them]
-Pieces are some files each, in their order, by their sizes alone, and a piece is tokenised from its first document to
-its last. So the cache has the same bytes whatever the number of processes. A
-finished piece is renamed when all of it is on disk. What runs next, with the same text and tokenizer, keeps it: after a
-kill only unfinished pieces are made again.
+Pieces are consecutive files, grouped by their sizes alone, and a piece is tokenised from its first document to its
+last. So the cache has the same bytes for any number of processes. A piece is renamed once it is complete on disk, and
+the next run with the same text and tokenizer reuses it: after a kill only unfinished pieces are tokenised again.
 """
 
 from __future__ import annotations
@@ -51,24 +50,24 @@ from hocket.train.documents import (
     Keys,
     Marked,
     NoTextError,
-    beside,
     documents,
+    index_files,
 )
 
 FORMAT = 6
-"""Number of the format. It changes whenever cached data changes its meaning."""
+"""Version of the format. Increase it whenever cached data changes its meaning."""
 SEED = 0
-"""Of the order of documents, the same for all runs: so all have the same text for validation, and share the cache."""
+"""Seed of the order of documents. It is the same for all runs, so they share the cache and the validation text."""
 SAMPLE = 1 << 20
-"""Tokens at each end by which two hosts find out that they have the same text."""
+"""Tokens at each end that hosts compare to detect different text."""
 NAMED = 3
-"""Files that a line names of those that are left out."""
+"""Number of skipped files that a message names."""
 BATCH = 1 << 22
-"""Bytes of text that the tokenizer gets at a time: it works on the documents in parallel."""
+"""Bytes of text per call of the tokenizer, which encodes documents in parallel."""
 PIECE_BYTES = 1 << 25
-"""Size of files from which on a piece takes no more of them."""
+"""A piece of this many bytes takes no more files."""
 PATIENCE = 10.0
-"""Seconds between two lines about how far tokenising is."""
+"""Seconds between two progress messages of tokenising."""
 POLL = 0.05
 
 Say = Callable[[str], None]
@@ -78,19 +77,19 @@ Say = Callable[[str], None]
 
 
 class Split(NamedTuple):
-    """What a run trains on, or validates with."""
+    """The text for training, or for validation."""
 
     tokens: np.ndarray
-    """Of one dimension; a read-only memory map of unsigned integers."""
+    """One dimension; a read-only memory map of unsigned integers."""
     bounds: np.ndarray
-    """Where whole documents begin in `tokens`, and where the last of them ends, ascending int64. What is before the
-    first of them, or after the last, is a part of one."""
+    """Ascending int64: where whole documents begin in `tokens`, and where the last one ends. Tokens before the first
+    bound and after the last belong to partial documents."""
     masked: np.ndarray
-    """Tokens that are read and not learnt: int64 [ranges, 2] of (first, end), ascending; a memory map, or a slice."""
+    """Ranges of tokens that are not learnt: int64 [ranges, 2] of (first, end), ascending; a memory map, or a slice."""
 
     @property
     def unlearnt(self) -> int:
-        """How many tokens are read and not learnt."""
+        """Number of tokens that are not learnt."""
         parts = (self.masked[n : n + PIECE].clip(0, len(self.tokens)) for n in range(0, len(self.masked), PIECE))
         return sum(int((part[:, 1] - part[:, 0]).sum()) for part in parts)
 
@@ -106,7 +105,7 @@ class Split(NamedTuple):
 
 
 def inside(places: np.ndarray, ranges: np.ndarray) -> np.ndarray:
-    """Which places are in one of ascending ranges (first, end): bool, of the shape of `places`."""
+    """Whether each place is in one of the ascending ranges (first, end): bool, of the shape of `places`."""
     return np.searchsorted(ranges.reshape(-1), places, side="right") % 2 == 1
 
 
@@ -116,29 +115,29 @@ class Corpus:
 
     whole: Split
     vocab: int
-    """Number of tokens that the tokenizer has."""
+    """Vocabulary size of the tokenizer."""
     documents: int
     """Documents with text."""
     skipped: tuple[str, ...]
-    """Files that were left out because they hold no text: path and reason."""
+    """Skipped files without text: path and reason."""
     train_tokens: int
-    """Number of tokens for training, from the first on. The rest is for validation."""
+    """Number of training tokens, from the start. The rest is for validation."""
     empty: int = 0
-    """Rows without text that were left out."""
-    held: Corpus | None = None
-    """The text that `data.validation` names. Without it validation has the tokens after those for training."""
+    """Number of skipped rows without text."""
+    held_out: Corpus | None = None
+    """The text that `data.validation` names. If None, the tokens after the training tokens are for validation."""
 
     @cached_property
     def train(self) -> Split:
-        """What is trained on."""
+        """The training split."""
         tokens, bounds, masked = self.whole
         return Split(tokens[: self.train_tokens], bounds[bounds <= self.train_tokens], masked)
 
     @cached_property
     def validation(self) -> Split:
-        """What is validated with. A document on the border of both splits is whole in neither."""
-        if self.held is not None:
-            return self.held.whole
+        """The validation split. A document across the border of the two splits is whole in neither."""
+        if self.held_out is not None:
+            return self.held_out.whole
         (tokens, bounds, masked), first = self.whole, self.train_tokens
         mine = masked[np.searchsorted(masked.reshape(-1), first, side="right") // 2 :]
         return Split(tokens[first:], bounds[bounds >= first] - first, mine - first)
@@ -150,13 +149,13 @@ class Corpus:
 
     @cached_property
     def sample(self) -> int:
-        """A checksum of where it begins and ends, below 2**32. The order of documents depends on their paths."""
+        """A checksum of its first and last tokens, below 2**32. It also depends on the order of documents."""
         tokens, _, masked = self.whole
-        before = zlib.crc32(masked.data, 0 if self.held is None else self.held.sample)
+        before = zlib.crc32(masked.data, 0 if self.held_out is None else self.held_out.sample)
         return zlib.crc32(tokens[-SAMPLE:].tobytes(), zlib.crc32(tokens[:SAMPLE].tobytes(), before))
 
     def __str__(self) -> str:
-        both = [self, *([] if self.held is None else [self.held])]
+        both = [self, *([] if self.held_out is None else [self.held_out])]
         names = "; ".join([*self.skipped[:NAMED], *(["…"] if len(self.skipped) > NAMED else [])])
         unlearnt = sum(each.whole.unlearnt for each in both)
         empty = sum(each.empty for each in both)
@@ -172,26 +171,26 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Asked:
-    """Files that a setting means."""
+    """The files that a setting names."""
 
     setting: str
     given: str | tuple[str, ...]
     origins: Mapping[str, str]
 
     def refused(self, reason: str, fix: str) -> ValueError:
-        """The error for something that is wrong with them."""
+        """The error for a wrong value of the setting."""
         return ValueError(problem(self.setting, self.given, self.origins, reason, fix))
 
     def unreadable(self, file: object, error: OSError) -> ValueError:
-        """The error for a file that the system does not give."""
+        """The error for a file that cannot be read."""
         return self.refused(f"{file} cannot be read ({error.strerror})", "make it readable, or leave it out")
 
 
 def find_files(asked: Asked, without: Path | None = None) -> list[Path]:
-    """The files that a setting means, sorted and each once. Nothing given means Python's own library.
+    """The files that a setting names, sorted and without duplicates. An empty setting means Python's standard library.
 
-    A folder stands for all files below it whose path has no hidden part, except those below `without`. Raises
-    ValueError for a path that does not exist, a pattern that matches nothing, and a folder without files.
+    A folder stands for all files below it, except hidden ones and those below `without`. Raises ValueError for a path
+    that does not exist, a pattern that matches nothing, and a folder without files.
     """
     if not asked.given:
         return standard_library()
@@ -217,11 +216,11 @@ def find_files(asked: Asked, without: Path | None = None) -> list[Path]:
 
 
 UNREAD = (".arrow", ".ds")
-"""Files beside which others hold no text but what describes them."""
+"""Formats that cannot be read. The other files beside them are only metadata."""
 
 
 def _files_below(path: Path) -> Iterator[Path]:
-    """All that is no folder, and not hidden. Each folder is read once, also where links lead to it. Raises OSError."""
+    """All files that are not hidden. Each folder is read once, even if links point to it. Raises OSError."""
     if not path.is_dir():
         yield path.absolute()
         return
@@ -230,7 +229,7 @@ def _files_below(path: Path) -> Iterator[Path]:
         raise error
 
     seen, starts = set[str](), [path.absolute()]
-    for start in starts:  # links last, so that a folder's files have its own name wherever links lead to it
+    for start in starts:  # links last, so that files are found under the names in their own folder first
         for folder, folders, names in os.walk(start, onerror=refuse):
             if (real := os.path.realpath(folder)) in seen:
                 folders.clear()
@@ -243,7 +242,7 @@ def _files_below(path: Path) -> Iterator[Path]:
 
 
 def standard_library() -> list[Path]:
-    """Source files of the running Python's standard library, without its tests and installed packages."""
+    """Source files of the running Python's standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     without = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [path for path in root.rglob("*.py") if not without & set(path.relative_to(root).parts)]
@@ -264,22 +263,22 @@ def open_corpus(
 ) -> Corpus:
     """The corpus of a configuration, from the cache or tokenised now.
 
-    `without` is the folder of the run: what it writes there is not its text, and would be another for every rank.
-    Waits for another process that is tokenising. `say` is told, every few seconds, how far tokenising is. Raises
-    ValueError for a missing path, a file that cannot be read as what its name says, an empty corpus, a missing
-    tokenizer, a cache that is damaged or cannot be written.
+    `without` is the folder of the run: its files are output, not text, and each rank would see different ones. Waits
+    for another process that is tokenising. `say` gets progress messages every few seconds. Raises ValueError for a
+    missing path, a file that does not match its extension, an empty corpus, a missing tokenizer, and a cache that is
+    damaged or cannot be written.
     """
     corpus = _open(Asked("data.paths", data.paths, origins), data, without, say)
     if not data.held_out:
         return corpus
-    held = _open(Asked("data.validation", data.held_out, origins), data, without, say)
-    return replace(corpus, train_tokens=len(corpus.whole.tokens), held=held)
+    held_out = _open(Asked("data.validation", data.held_out, origins), data, without, say)
+    return replace(corpus, train_tokens=len(corpus.whole.tokens), held_out=held_out)
 
 
 def known_corpus(data: DataConfig, origins: Mapping[str, str], without: Path | None = None) -> Corpus | None:
-    """What the cache has of a corpus for training: its tokens are not checked. None if it is not there.
+    """The training corpus from the cache, without checking its tokens. None if it is not cached.
 
-    Raises ValueError as `open_corpus`.
+    Raises ValueError as `open_corpus` does.
     """
     _, folder = _place(Asked("data.paths", data.paths, origins), data, without)
     if not folder.exists():
@@ -295,7 +294,7 @@ def _place(asked: Asked, data: DataConfig, without: Path | None) -> tuple[list[P
         reason, fix = "there is no such file", "name a template of Jinja"
         raise ValueError(problem("data.chat_template", data.chat_template, origins, reason, fix))
     files = find_files(asked, without)
-    belong = {file for main in files for file in beside(main)}
+    belong = {file for main in files for file in index_files(main)}
     files = [file for file in files if file not in belong]
     return files, Path(data.cache) / f"corpus-{_key([*files, *sorted(belong)], data, asked)}"
 
@@ -340,7 +339,7 @@ def _checksum(tokens: np.ndarray, starts: np.ndarray, masked: np.ndarray, meta: 
 
 
 def _key(files: list[Path], data: DataConfig, asked: Asked) -> str:
-    """Changes with everything that the tokens depend on: files, their sizes and times, tokenizer, seed."""
+    """A key that changes with all that the tokens depend on: files, their sizes and times, tokenizer, seed."""
     text, prompt = data.names
     digest = hashlib.sha256(f"{FORMAT} {data.tokenizer} {text} {SEED}".encode())
     if data.eos or data.bos != "auto":
@@ -359,7 +358,7 @@ def _key(files: list[Path], data: DataConfig, asked: Asked) -> str:
 
 
 class KilledError(ValueError):
-    """A process that tokenised was killed."""
+    """A tokenising process was killed."""
 
 
 def _write(files: list[Path], asked: Asked, data: DataConfig, final: Path, say: Say) -> None:
@@ -386,10 +385,10 @@ def _write(files: list[Path], asked: Asked, data: DataConfig, final: Path, say: 
         for file in folder.temporary.iterdir():
             sync(file)
         folder.publish()
-    except KilledError:  # the pieces that are finished are there for the next try
+    except KilledError:  # finished pieces stay for the next run
         folder.give_up()
         raise
-    except (OSError, ValueError):  # such as a full disk: leave it emptier
+    except (OSError, ValueError):  # such as a full disk: free the space
         folder.give_up()
         shutil.rmtree(parts, ignore_errors=True)
         raise
@@ -401,21 +400,21 @@ def _write(files: list[Path], asked: Asked, data: DataConfig, final: Path, say: 
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of some documents, in the order of the files, each with its separator."""
+    """The tokens of some documents, in file order, each with its separator."""
 
     tokens: np.ndarray
     lengths: np.ndarray
-    """Tokens of each document, int64; 0 of an empty one."""
+    """Tokens of each document, int64; 0 for an empty one."""
     masked: np.ndarray
-    """Tokens that are read and not learnt: int64 [2, ranges], their firsts and their ends. None spans two documents."""
+    """Ranges of tokens that are not learnt: int64 [2, ranges], their starts and ends. None spans two documents."""
     skipped: list[str]
-    """Files without text, and what they have instead."""
+    """Files without text, with the reason."""
     empty: int
-    """Rows without text that were left out."""
+    """Number of skipped rows without text."""
 
     @classmethod
     def read(cls, folder: Path, number: int, dtype: np.dtype) -> Piece:
-        """A finished piece: `<number>.bin` has its tokens, `<number>.npz` all else."""
+        """Load a finished piece: `<number>.bin` has its tokens, `<number>.npz` the rest."""
         path = folder / f"{number:06d}.bin"
         tokens = np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
         with np.load(path.with_suffix(".npz")) as found:
@@ -427,7 +426,7 @@ class Piece:
 
 
 def pieces_of(files: Sequence[Path]) -> list[list[Path]]:
-    """Files as pieces. See Note: [Pieces are the same whoever makes them]."""
+    """Group files into pieces. See Note: [Pieces are the same whoever makes them]."""
     pieces, room = list[list[Path]](), 0
     for file in files:
         if room <= 0:
@@ -439,21 +438,21 @@ def pieces_of(files: Sequence[Path]) -> list[list[Path]]:
 
 
 def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig, say: Say) -> list[Piece]:
-    """All documents of files, as pieces below a folder, which may have some already.
+    """Tokenise all documents of files into pieces below a folder, which may already hold some.
 
-    Nobody else may be working there. `say` is told, every few seconds, how far it is. Raises ValueError for files that
-    are not what their names say, and OSError if the folder cannot be written.
+    No other process may write there. `say` gets progress messages every few seconds. Raises ValueError for files that
+    do not match their extension, and OSError if the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     pieces, dtype = pieces_of(files), dtype_of(known_tokenizer(data, asked.origins).vocab)
     missing = [(n, some) for n, some in enumerate(pieces) if not (folder / f"{n:06d}.npz").exists()]
-    told, count = time.monotonic(), min(cores(), len(missing))
+    reported, count = time.monotonic(), min(cores(), len(missing))
 
     def tell() -> None:
-        """Say how far it is if nothing was said for a while."""
-        nonlocal told
-        if time.monotonic() > told + PATIENCE:
-            told = time.monotonic()
+        """Report progress if the last message is some time ago."""
+        nonlocal reported
+        if time.monotonic() > reported + PATIENCE:
+            reported = time.monotonic()
             done, begun = (list(folder.glob(f"*.{ending}")) for ending in ("npz", "bin"))
             tokens = sum(file.stat().st_size for file in begun) // dtype.itemsize
             say(f"tokenising: {len(done)} of {len(pieces)} pieces done, about {tokens:,} tokens so far")
@@ -491,7 +490,7 @@ def _write_pieces(
     data: DataConfig,
     after: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write pieces, and call `after` each; its `.npz` is there once all of it is."""
+    """Write pieces, and call `after` after each. A piece's `.npz` appears once the piece is complete."""
     if not pieces:
         return
     tokenizer = load_tokenizer(data, asked.origins)
@@ -512,7 +511,7 @@ def _write_pieces(
 
 
 def _add(file: Path, writer: _Writer, keys: Keys, asked: Asked) -> Iterator[str]:
-    """Add the documents of a file. Gives a line about a file without text."""
+    """Add the documents of a file. Yields a message about a file without text."""
     try:
         before = len(writer)
         for document in documents(file, keys, writer.tokenizer.separator):
@@ -531,7 +530,7 @@ def _add(file: Path, writer: _Writer, keys: Keys, asked: Asked) -> Iterator[str]
 
 
 class _Writer:
-    """Documents' tokens as they come."""
+    """Writes the tokens of documents as they arrive."""
 
     def __init__(self, out: BinaryIO, tokenizer: Tokenizer) -> None:
         self._out, self.tokenizer = out, tokenizer
@@ -543,11 +542,11 @@ class _Writer:
         """Rows without text."""
 
     def __len__(self) -> int:
-        """Documents so far."""
+        """Number of documents so far."""
         return len(self.lengths) + len(self._texts)
 
     def add(self, document: Document | None) -> None:
-        """Text waits until a batch is full. Raises BadFileError for tokens that the tokenizer does not have."""
+        """Text is buffered until a batch is full. Raises BadFileError for tokens outside the tokenizer's vocabulary."""
         if document is None:
             self.empty += 1
             return
@@ -570,32 +569,32 @@ class _Writer:
 
     @property
     def masked(self) -> np.ndarray:
-        """Firsts and ends of ranges that are not learnt: int64 [2, ranges]."""
+        """Starts and ends of the ranges that are not learnt: int64 [2, ranges]."""
         return np.ascontiguousarray(np.asarray(self._edges, np.int64).reshape(-1, 2).T)
 
     def flush(self) -> None:
-        """Tokenise the text that waits."""
+        """Tokenise the buffered text."""
         for tokens in self.tokenizer.encode(self._texts):
-            self._append(self._begun(tokens))
+            self._append(self._with_prefix(tokens))
         self._texts, self._waiting = [], 0
 
     def _append_marked(self, document: Marked) -> None:
-        """A token is learnt if it begins in what is learnt."""
+        """A token is learnt if its first character is in a learnt range."""
         tokens, firsts = self.tokenizer.places(document.text)
         learnt = np.zeros(len(tokens) + 1, dtype=bool)
         for first, end in document.learnt:
             learnt[:-1] |= (firsts >= first) & (firsts < end)
         learnt[-1] = document.ends
-        if document.ends:  # the text of a chat has what its template writes
-            tokens = self._begun(tokens)
+        if document.ends:  # a chat template writes its own beginning
+            tokens = self._with_prefix(tokens)
             learnt = np.pad(learnt, (len(tokens) + 1 - len(learnt), 0))
         if len(tokens):
             edges = np.flatnonzero(np.diff(~learnt, prepend=False, append=False))
             self._edges.frombytes((self._tokens + edges).tobytes())
         self._append(tokens)
 
-    def _begun(self, tokens: np.ndarray) -> np.ndarray:
-        """The tokens of a text with those that begin one. No text stays none."""
+    def _with_prefix(self, tokens: np.ndarray) -> np.ndarray:
+        """The tokens of a text after those that begin every text. An empty text stays empty."""
         begins = self.tokenizer.begins
         return np.concatenate([np.asarray(begins, dtype=tokens.dtype), tokens]) if begins and len(tokens) else tokens
 
@@ -609,7 +608,7 @@ class _Writer:
 def in_order(pieces: Sequence[Piece], path: Path, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Write documents in a random order.
 
-    Returns all tokens, where each document begins, and ranges of tokens that are not learnt, int64 [ranges, 2].
+    Returns all tokens, where each document begins, and the ranges of tokens that are not learnt, int64 [ranges, 2].
     """
     lengths = np.concatenate([piece.lengths for piece in pieces])
     owner = np.repeat(np.arange(len(pieces)), [len(piece.lengths) for piece in pieces])

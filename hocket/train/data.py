@@ -1,11 +1,11 @@
-"""Sequences in a random order that only the seed fixes, at a position that survives any change of ranks.
+"""Sequences in a random order that only the seed fixes, at a position that is independent of the number of ranks.
 
-The tokens of a split are cut into sequences of equal length, without regard to where documents end (a separator token
-stands there); with `data.packing` the documents that share a sequence are then kept apart, and `best_fit` cuts none of
-them. Each epoch visits all sequences in a new random order. Several sources share one stream as `sources.py` says. The
+The tokens of a split are cut into sequences of equal length, wherever documents end (a separator token marks the end).
+With `data.packing`, documents that share a sequence do not attend to each other, and `best_fit` cuts none of them. Each
+epoch visits all sequences in a new random order. `sources.py` defines how several sources share one stream. The
 *position* of a run is the number of sequences it has consumed. A step takes the next `dp * microbatches * sequences` of
-them, whatever their order in the step is (`hocket/program/documents.py`), so the same position continues the same
-stream on any number of ranks.
+them, whatever their order in the step (`hocket/program/documents.py`), so the same position continues the same stream
+on any number of ranks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ from hocket.train.corpus import Corpus, Split, inside, known_corpus
 from hocket.train.sources import Quotas, Source, Text, quotas_of, read_sources
 
 # -- bins --------------------------------------------------------------------------------------------------------------
-# Whole documents in sequences: which of them share one, so that little is left over.
-#
-# Best fit, the longest first: a document goes where the least room is left that still holds it (Johnson 1973,
+# Best fit decreasing: documents, the longest first, go into the fullest sequence that still has room (Johnson 1973,
 # Near-optimal bin packing algorithms). A document of n tokens takes n - 1 places: its last token, the separator, is
 # only a target.
 
 
 def best_fit(sizes: np.ndarray, room: int) -> list[list[int]]:
-    """Numbers of the things in each bin. `sizes` are from 1 to `room`."""
+    """Indices of the items in each bin. `sizes` are from 1 to `room`."""
     bins, left, open_by_room = list[list[int]](), list[int](), dict[int, list[int]]()
     rooms: list[int] = []  # keys of open_by_room, ascending
     for thing in np.argsort(-sizes, kind="stable").tolist():
@@ -65,9 +63,9 @@ def best_fit(sizes: np.ndarray, room: int) -> list[list[int]]:
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 Row = tuple[np.ndarray, np.ndarray, np.ndarray | None]
-"""Tokens, targets and numbers of documents (None where they are not kept apart) of a sequence, int64 [length] each."""
+"""Tokens, targets and document numbers (None if documents are not separated) of a sequence, int64 [length] each."""
 Batch = tuple[Tensor, Tensor, Tensor | None]
-"""The same of several sequences, int64 [sequences, length] each."""
+"""The same for several sequences, int64 [sequences, length] each."""
 
 
 def _batch(rows: Sequence[Row]) -> Batch:
@@ -77,17 +75,17 @@ def _batch(rows: Sequence[Row]) -> Batch:
 
 
 class Stream:
-    """The sequences of one split of one source, without end. It holds no position: callers do."""
+    """The endless sequences of one split of one source. Callers keep the position."""
 
     def __init__(self, split: Split, length: int, seed: int, packing: str = "off", once: bool = False) -> None:
-        """`packing` is as in `data.packing`. `once`: each sequence counts once, as in a validation; what fills the last
-        batch up has no target that counts.
+        """`packing` is that of `data.packing`. With `once`, as in a validation, each sequence counts once: those that
+        fill up the last batch have no target in the loss.
         """
         self.split, self.length, self.seed, self.packing, self.once = split, length, seed, packing, once
         self.left_out = 0
-        """Documents that are longer than a sequence, where none is cut."""
+        """Number of documents that are longer than a sequence, with packing that cuts none."""
         self.sequences = max(0, (len(split.tokens) - 1) // length)
-        """Sequences of one epoch. Number n is tokens[n * length : (n + 1) * length], with targets one token further on;
+        """Sequences per epoch. Sequence n is tokens[n * length : (n + 1) * length], with targets shifted by one token;
         with best_fit it is the documents of `_bins[n]`."""
         self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
         if packing == "best_fit":
@@ -99,14 +97,14 @@ class Stream:
             self.sequences = len(self._bins)
 
     def window(self, position: int) -> int:
-        """Which sequence of the split stands at a position of the stream."""
+        """Index in the split of the sequence at a position of the stream."""
         epoch, index = divmod(position, self.sequences)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.sequences)
         return int(self._order[index])
 
     def _documents(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where the documents of a sequence begin in the split, and how many of their tokens are in the sequence."""
+        """Where each document of a sequence begins in the split, and how many of its tokens are in the sequence."""
         number = self.window(position)
         if self.packing == "best_fit":
             return self._firsts[self._bins[number]], self._sizes[self._bins[number]]
@@ -116,7 +114,7 @@ class Stream:
         return firsts, np.diff(firsts, append=end)
 
     def row(self, position: int) -> Row:
-        """The sequence at a position. A target that is not learnt, or that begins the next document, is `IGNORED`."""
+        """The sequence at a position. Targets that are not learnt, or that begin the next document, are `IGNORED`."""
         (firsts, sizes), (tokens, bounds, masked) = self._documents(position), self.split
         count = int(sizes.sum())
         places = np.repeat(firsts - (np.cumsum(sizes) - sizes), sizes) + np.arange(count)
@@ -131,7 +129,7 @@ class Stream:
         return ids, targets, numbers
 
     def lengths(self, position: int) -> np.ndarray:
-        """Tokens of each document of the sequence at a position, padding as one; of a whole sequence its length."""
+        """Tokens of each document of the sequence at a position, padding as one. Without packing: the whole length."""
         _, sizes = self._documents(position)
         padding = self.length - sizes.sum()
         return np.append(sizes, padding) if padding else sizes
@@ -144,11 +142,11 @@ class Stream:
         return ids, targets, documents
 
     def batches(self, size: int) -> int:
-        """Batches that hold one epoch; the last one may not be full."""
+        """Batches per epoch; the last one may be partial."""
         return -(-self.sequences // size)
 
     def __str__(self) -> str:
-        """How well whole documents fill the sequences; nothing where they are cut."""
+        """How full the sequences are with best_fit; otherwise empty."""
         if self.packing != "best_fit":
             return ""
         filled = float(self._sizes.sum()) / max(1, self.sequences * self.length)
@@ -158,7 +156,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Mix:
-    """What a run trains on: the streams of its sources as one."""
+    """The training data of a run: the streams of its sources as one."""
 
     streams: Sequence[Stream]
     quotas: Quotas
@@ -169,7 +167,7 @@ class Mix:
         return self.streams[source].row(index)
 
     def lengths(self, position: int) -> np.ndarray:
-        """Tokens of each document of the sequence at a position, padding as one."""
+        """Tokens of each document of the sequence at a position. Padding counts as one document."""
         source, index = self.quotas.place(position)
         return self.streams[source].lengths(index)
 
@@ -178,16 +176,16 @@ class Mix:
         return _batch([self.row(each) for each in positions])
 
     def epochs(self, position: int) -> list[float]:
-        """How often each source was read up to a position."""
+        """How many epochs of each source precede a position."""
         counts = self.quotas.counts(position)
         return [count / stream.sequences for count, stream in zip(counts, self.streams, strict=True)]
 
 
 def make_streams(text: Text, settings: Settings) -> tuple[Mix, dict[str, Stream]]:
-    """The training stream of a run, and the validation streams by source, where a source has a name.
+    """The training stream of a run, and the validation stream of each source by name (empty if there is one source).
 
-    Raises ValueError if text for training is shorter than one batch, or a source of several than one sequence, or if a
-    validation split is shorter than one batch. Validation streams are only checked if they are used.
+    Raises ValueError if a single source has less training text than a batch, one of several less than a sequence, or a
+    validation split less than a batch. Validation streams are checked only if they are used.
     """
     stop_if([line for each in zip(text.sources, text.corpora, strict=True) for line in _unmasked(*each, settings)])
     made, problems = [_streams(corpus, settings) for corpus in text.corpora], list[str]()
@@ -207,21 +205,21 @@ def make_streams(text: Text, settings: Settings) -> tuple[Mix, dict[str, Stream]
         reason = f"no source keeps anything for validation, but train.eval_batches = {settings.train.eval_batches}"
         fix = "validation above 0 for one of them, or train.eval_batches = 0"
         problems.append(problem("data.paths", settings.data.paths, settings.origins, reason, fix))
-    stop_if(problems if several else problems[:1], "sources")  # of one source the second follows from the first
+    stop_if(problems if several else problems[:1], "sources")  # with one source the second follows from the first
     return Mix([train for train, _ in made], text.quotas), held
 
 
 def known_documents(settings: Settings) -> tuple[Lengths, ...]:
-    """Documents of each sequence of a run's first step, in the order in which they are read.
+    """Documents of each sequence of a run's first step, in stream order.
 
-    Nothing is tokenised for it: without text in the cache that fills a step, and without packing, there are none.
+    Nothing is tokenised for this: the result is empty without packing, or if the cache has no text that fills a step.
     """
     if settings.data.packing == "off":
         return ()
     try:
         sources = read_sources(settings.data, settings.origins)
         corpora = [known_corpus(each.data, each.origins, Path(settings.run.folder)) for each in sources]
-    except ValueError:  # plans are made anywhere, and the text may be where the run will be
+    except ValueError:  # plans are also made on hosts without the text
         return ()
     streams = [_streams(corpus, settings)[0] for corpus in corpora if corpus is not None]
     if len(streams) < len(sources) or not all(stream.sequences for stream in streams):
@@ -231,7 +229,7 @@ def known_documents(settings: Settings) -> tuple[Lengths, ...]:
 
 
 def _unmasked(source: Source, corpus: Corpus, settings: Settings) -> list[str]:
-    """A line about text of which nothing is learnt, or all of it though parts are not to be."""
+    """A message about text of which nothing is learnt, or whose mask data.packing = off would ignore."""
     tokens, _, masked = corpus.train
     if len(tokens) and corpus.train.unlearnt >= len(tokens):
         reason = "no token of it is learnt: it has prompts alone, or chats without an answer"
@@ -243,14 +241,14 @@ def _unmasked(source: Source, corpus: Corpus, settings: Settings) -> list[str]:
 
 
 def _streams(corpus: Corpus, settings: Settings) -> tuple[Stream, Stream]:
-    """The sequences for training, and those for validation."""
+    """The training and the validation sequences."""
     data, seed = settings.data, settings.train.seed
     train = Stream(corpus.train, data.sequence_length, seed, data.packing)
     return train, Stream(corpus.validation, data.sequence_length, seed + 1, data.packing, once=True)
 
 
 def _too_small(source: Source, stream: Stream, split: str, needed: int, fix: str, settings: Settings) -> list[str]:
-    """A line about a split with fewer sequences than are needed: for a mix one of each source, else a whole batch."""
+    """A message about a split with too few sequences: a mix needs one of each source, a single source a whole batch."""
     if stream.sequences >= needed:
         return []
     train, length = settings.train, settings.data.sequence_length

@@ -1,7 +1,7 @@
-"""Files as documents: one per line of JSON, per row of a table, per entry of a tokenised data set, or per file of text.
+"""Files as documents: one per line of JSON, per row of a table, per entry of a tokenised dataset, or per text file.
 
-The name of a file says what it is: one of `TABLES`, whose rows are read, one of `TOKENS`, or else text. `.gz` and
-`.zst` after it are undone first. A document is text, as bytes, or the tokens that another program has made of it.
+The extension decides the format: one of `TABLES` has rows, one of `TOKENS` has tokens, any other is text. `.gz` and
+`.zst` at its end are decompressed first. A document is text, as bytes, or the tokens that another program made of it.
 
 Tokenised files are Megatron's `.bin` and `.idx` (megatron/core/datasets/indexed_dataset.py), and numpy's `.npy`.
 """
@@ -30,37 +30,37 @@ class Marked:
 
     text: str
     learnt: tuple[tuple[int, int], ...]
-    """Ranges of its characters."""
+    """Ranges of characters (first, end)."""
     ends: bool
-    """Whether the end of the text after it is learnt too."""
+    """Whether the separator after the text is learnt too."""
 
 
 Document = bytes | np.ndarray | Marked
-"""Text in UTF-8, or tokens as integers of one dimension."""
+"""UTF-8 text, or tokens as a one-dimensional array of integers."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What is read of a line of JSON, or of a row of a table."""
+    """What to read from a line of JSON, or from a row of a table."""
 
     text: str
-    """Name of the text, or of the messages of a chat. `a.b` is the name `b` inside of the object `a`."""
+    """Key of the text, or of a chat's messages. `a.b` is the key `b` inside the object `a`."""
     prompt: str = ""
-    """Name of a text before it that is not learnt; empty: there is none."""
+    """Key of a prompt before the text, which is not learnt; empty if there is none."""
     marked: Callable[[list[Any], Any, str], list[Marked]] | None = None
-    """Makes the documents of a chat from its messages, its tools, and where it is. Raises BadFileError."""
+    """Makes the documents of a chat from its messages, its tools, and its line or row. Raises BadFileError."""
     skip_empty: bool = False
-    """Whether rows in which such a text is null or missing are left out, or end the run."""
+    """Whether rows whose text is null or missing are skipped. Otherwise they end the run."""
 
     @property
     def columns(self) -> list[str]:
-        """All names."""
+        """All keys."""
         return [self.prompt, self.text] if self.prompt else [self.text]
 
 
 COMPRESSED = (".gz", ".zst")
 TOOLS = "tools"
-"""Name of what the assistant of a chat may call, in the row of the chat."""
+"""Key of a chat's tools."""
 OTHER_KEY = "data.text_key = the name of the text"
 SKIPPED = f"{OTHER_KEY}, or data.skip_empty = true, which leaves such rows out"
 
@@ -75,20 +75,20 @@ NO_TEXT = {
     b"\x1f\x8b": "compressed by gzip",
     b"\x28\xb5\x2f\xfd": "compressed by zstandard",
 }
-"""How files begin that may have no bytes 0, and are no text to learn."""
+"""First bytes of formats that are not plain text, but may contain no NUL byte."""
 BOM = codecs.BOM_UTF8
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
-"""How files begin that are in UTF-16 or UTF-32."""
+"""First bytes of files in UTF-16 or UTF-32."""
 PIECE = 1 << 24
 """Elements of an array that are searched at a time."""
 
 
 class NoTextError(Exception):
-    """A file without text. A folder may hold such files; the message says what it has instead."""
+    """A file without text, as a folder may hold. The message names its real format."""
 
 
 class BadFileError(Exception):
-    """A file that is not what its name says, or lacks something: a reason in words, and a fix."""
+    """A file that is damaged, does not match its extension, or lacks something: a reason, and a fix."""
 
     def __init__(self, reason: str, fix: str = "mend it, or leave it out") -> None:
         super().__init__(reason)
@@ -96,11 +96,10 @@ class BadFileError(Exception):
 
 
 def documents(file: Path, key: Keys, separator: int) -> Iterator[Document | None]:
-    """The documents of a file, in its order. A file of text is one document.
+    """The documents of a file, in its order. A text file is one document.
 
-    None is a row without text that `key` leaves out.
-    `key` says what is read of a line of JSON or a row of a table. The documents of an array end with `separator`, the
-    tokenizer's. Raises NoTextError, BadFileError, and OSError.
+    `key` defines what is read from a line of JSON or a row of a table; None stands for a skipped row without text. The
+    documents of an array end with `separator`, the tokenizer's. Raises NoTextError, BadFileError and OSError.
     """
     compression = _compression(file)
     ending = Path(file.name.lower().removesuffix(compression)).suffix
@@ -115,15 +114,15 @@ def documents(file: Path, key: Keys, separator: int) -> Iterator[Document | None
         else:
             yield _text(file)
     except Exception as error:
-        # The system's errors have a number, those of decompressors have none.
+        # Errors of the operating system have an errno, those of decompressors have none.
         damaged = isinstance(error, EOFError | zlib.error) or (isinstance(error, OSError) and error.errno is None)
         if damaged or type(error).__module__ == "pyarrow.lib":
             raise BadFileError(f"is damaged ({' '.join(str(error).split())})") from None
         raise
 
 
-def beside(file: Path) -> list[Path]:
-    """Files that belong to a file and hold no documents themselves."""
+def index_files(file: Path) -> list[Path]:
+    """Files that belong to a file of tokens and hold no documents themselves."""
     index = file.with_suffix(".idx")
     return [index] if file.suffix == ".bin" and index.is_file() else []
 
@@ -165,7 +164,7 @@ def _text(file: Path) -> bytes:
 
 
 def _decoded(text: bytes, where: str = "") -> str:
-    """UTF-8 without a byte order mark as characters. Raises BadFileError for other bytes: none is replaced."""
+    """Decode UTF-8, without its byte order mark. Raises BadFileError for other bytes: none is replaced."""
     if text.startswith(UTF16):
         raise BadFileError("is in UTF-16 or UTF-32", "save it as UTF-8")
     mark = len(BOM) if text.startswith(BOM) else 0
@@ -177,14 +176,14 @@ def _decoded(text: bytes, where: str = "") -> str:
         raise BadFileError(reason, "save it as UTF-8 (iconv -f LATIN1 -t UTF-8 FILE), or leave it out") from None
 
 
-# -- rows: a file's rows with where each stands ------------------------------------------------------------------------
+# -- Rows of a file, and where each one is -----------------------------------------------------------------------------
 
 Row = tuple[str, Any]
-"""Where it is, in words, and what it has."""
+"""The line or row number, in words, and the value."""
 
 
 def _lines(file: Path, key: Keys) -> Iterator[Row]:
-    """An object in each line, or in a list."""
+    """One object per line, or the items of one list."""
     with _opened(file) as stream:
         if file.name.lower().removesuffix(_compression(file)).endswith(".json") and _is_list(stream):
             yield from ((f"row {n}", row) for n, row in enumerate(_parsed(stream.read(), "it"), 1))
@@ -195,7 +194,7 @@ def _lines(file: Path, key: Keys) -> Iterator[Row]:
 
 
 def _parsed(text: bytes, where: str) -> Any:
-    """What JSON means. Raises BadFileError."""
+    """The value of a JSON text. Raises BadFileError."""
     characters = _decoded(text, where).strip()
     try:
         return json.loads(characters)
@@ -206,15 +205,14 @@ def _parsed(text: bytes, where: str) -> Any:
 
 
 def _is_list(stream: BinaryIO) -> bool:
-    """Whether JSON is one list rather than lines. Nothing of the stream is read."""
+    """Whether JSON is one list rather than lines. Does not consume the stream."""
     return stream.peek(1 << 12).removeprefix(BOM).lstrip().startswith(b"[")  # pyrefly: ignore[missing-attribute]
 
 
 def _is_table(file: Path, key: Keys) -> bool:
-    """Whether a `.json` file has rows, in lines as C4 has them or in one list, or else is text like any other.
+    """Whether a `.json` file has rows, as lines (like C4) or in one list. Otherwise it is text.
 
-    Several lines, each of which is an object, are rows, whatever their names. A list is one where an object in it has
-    the text.
+    Several lines that are objects are rows, whatever their keys. A list has rows if an object in it has the text key.
     """
     with _opened(file) as stream:
         listed = _is_list(stream)
@@ -254,11 +252,11 @@ TABLES: dict[str, Callable[[Path, Keys], Iterator[Row]]] = {
     ".ndjson": _lines,
     ".parquet": _parquet,
 }
-"""Ending of a file -> what reads it."""
+"""Extension -> function that yields the rows of a file."""
 
 
 def _columns(key: Keys, schema: Any) -> list[str]:
-    """The columns of a table that are read, by their dotted names. Raises BadFileError if one is missing."""
+    """The columns of a table to read, by their dotted names. Raises BadFileError if one is missing."""
     for column in key.columns:
         if not _is_in(schema, column):
             raise BadFileError(f"has no column {column}, but {', '.join(schema.names)}", OTHER_KEY)
@@ -266,7 +264,7 @@ def _columns(key: Keys, schema: Any) -> list[str]:
 
 
 def _is_in(fields: Any, name: str) -> bool:
-    """Whether a schema or a struct of Arrow's has a field of a dotted name."""
+    """Whether an Arrow schema or struct has a field of a dotted name."""
     kinds = {field.name: field.type for field in fields}
     first, _, rest = name.partition(".")
     inner = kinds.get(first)
@@ -274,7 +272,7 @@ def _is_in(fields: Any, name: str) -> bool:
 
 
 def _of_row(row: Any, key: Keys, where: str) -> Iterator[Document | None]:
-    """The documents of a row, which are several of some chats."""
+    """The documents of a row. Some chats become several."""
     if not isinstance(row, dict):
         raise BadFileError(f"has no JSON object in {where}")
     values = {name: _value(row, name) for name in key.columns}
@@ -301,7 +299,7 @@ def _of_row(row: Any, key: Keys, where: str) -> Iterator[Document | None]:
 
 
 def _lacks_content(messages: list[Any]) -> bool:
-    """Whether some message of a chat says nothing and calls nothing."""
+    """Whether some message of a chat has neither content nor tool calls."""
     said = ("content", "tool_calls")
     return any(
         isinstance(one, dict) and "from" not in one and all(one.get(x) is None for x in said) for one in messages
@@ -309,7 +307,7 @@ def _lacks_content(messages: list[Any]) -> bool:
 
 
 def _value(row: dict[str, Any], name: str) -> Any:
-    """What a row has under a name, which may be dotted; None if nothing."""
+    """The value of a row at a key, which may be dotted; None if it is missing."""
     first, _, rest = name.partition(".")
     inner = row.get(first)
     return _value(inner, rest) if name not in row and rest and isinstance(inner, dict) else row.get(name)
@@ -324,7 +322,7 @@ def _text_of(value: Any, name: str, where: str) -> str:
 
 
 def _encoded(text: str, where: str) -> bytes:
-    """Text as UTF-8. JSON may have halves of a character, which have none. Raises BadFileError."""
+    """Text as UTF-8. Raises BadFileError for lone surrogates, which JSON may contain."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -355,7 +353,7 @@ def _megatron(file: Path, separator: int) -> Iterator[Document]:
         bounds = np.frombuffer(index, "<i8", ends, 34 + lengths.nbytes + firsts.nbytes)
     except (ValueError, struct.error):
         raise BadFileError("has an .idx beside it that is cut off") from None
-    # Bounds of documents ascend from 0 to all there is: otherwise some would be left out, or read twice.
+    # The bounds must ascend from 0 to the number of sequences: otherwise documents would be skipped, or read twice.
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or (bounds[1:] < bounds[:-1]).any():
         raise BadFileError("has an .idx beside it that is damaged: its documents do not follow each other")
     if sequences and (int(lengths.min()) < 0 or (offsets % tokens.itemsize).any()):
@@ -370,7 +368,7 @@ def _npy(file: Path, separator: int) -> Iterator[Document]:
     """An array with numpy's header."""
     try:
         tokens = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError):  # numpy's own message advises to allow pickles
+    except (ValueError, EOFError):  # numpy's own message suggests allow_pickle
         raise BadFileError("is damaged, or no array that np.save has written") from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise BadFileError(f"has no tokens, but an array of {tokens.dtype} of shape {tokens.shape}")
@@ -378,7 +376,7 @@ def _npy(file: Path, separator: int) -> Iterator[Document]:
 
 
 def _split(tokens: np.ndarray, separator: int) -> Iterator[Document]:
-    """The documents of an array, each up to and with its separator."""
+    """The documents of an array, each up to and including its separator."""
     first = 0
     for start in range(0, len(tokens), PIECE):
         for end in np.flatnonzero(tokens[start : start + PIECE] == separator) + start + 1:
@@ -389,4 +387,4 @@ def _split(tokens: np.ndarray, separator: int) -> Iterator[Document]:
 
 
 TOKENS: dict[str, Callable[[Path, int], Iterator[Document]]] = {".bin": _megatron, ".npy": _npy}
-"""Ending of a file -> what reads it, with the tokenizer's separator."""
+"""Extension -> function that yields the documents of a file, given the tokenizer's separator."""

@@ -1,4 +1,4 @@
-"""A run's checkpoint as a folder that Hugging Face's libraries open."""
+"""Exports a run's checkpoint as a folder that Hugging Face's libraries open."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from hocket.train.chat import TEMPLATE, Chats
 from hocket.train.checkpoint import META, damage_of
 from hocket.train.documents import BadFileError
 
-BESIDE = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt")
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt")
 """Files of a published model's tokenizer."""
 
 
@@ -48,7 +48,7 @@ class StoredModel:
         if damage := damage_of(checkpoint):
             raise ValueError(damage)
         self.settings: dict[str, Any] = json.loads((checkpoint / META).read_text())["config"]
-        data = {"bos": "off"} | self.settings["data"]  # a run that knows no such setting had none
+        data = {"bos": "off"} | self.settings["data"]  # older runs lack the setting, and added no bos
         found = flat({"model": self.settings["model"], "data": data})
         known = {name: as_setting(value, types()[name]) for name, value in found.items() if name in types()}
         config = changed(Config(), known)
@@ -57,29 +57,29 @@ class StoredModel:
 
     @property
     def ends(self) -> list[int]:
-        """Tokens that end a text: the one after documents first, then others that the model had when it was imported.
+        """Tokens that end a text: the separator of documents first, then others that an imported model had.
 
-        Raises ValueError if the tokenizer is not there.
+        Raises ValueError if the tokenizer is missing.
         """
         weights, file = Path(self.model.weights).resolve(), tokenizer_file(self.data.tokenizer).resolve()
         known = self.model.weights and (self.data.tokenizer == BYTES or file.parent == weights)
         return list(dict.fromkeys([known_tokenizer(self.data, {}).separator, *(ends_of(weights) if known else ())]))
 
     def value(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A whole parameter, or a balance bias, fp32."""
+        """A whole parameter, or a router's bias, in fp32."""
         value = torch.empty(shape)
         self._reader.load({f"{MODEL}.{name}": value})
         return value
 
 
 def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGEST) -> tuple[str, list[str]]:
-    """Write a checkpoint's model to a new folder: config.json, safetensors, and what makes text of tokens.
+    """Write a checkpoint's model to a new folder: config.json, safetensors, and the tokenizer's files.
 
-    Returns its family, and remarks: why an imported model's own config.json could not be taken, and what is missing.
+    Returns its family, and remarks: why an imported model's own config.json could not be used, and what is missing.
 
-    `dtype` is fp32 or bf16, by default the one that the run computed in; balance biases stay fp32. Holds a file of at
-    most `largest` bytes. A folder appears whole or not at all. Raises ValueError for a damaged checkpoint, for a model
-    that no family computes, and for a folder that is there already.
+    `dtype` is fp32 or bf16, by default the run's compute dtype; router biases stay fp32. Files have at most `largest`
+    bytes. The folder appears whole or not at all. Raises ValueError for a damaged checkpoint, a model that no family
+    computes, and a folder that already exists.
     """
     stored = StoredModel(checkpoint)
     settings, model = stored.settings, stored.model
@@ -109,20 +109,19 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
 
 
 def _write_text_files(stored: StoredModel, config: dict[str, Any], folder: Path) -> str:
-    """Write what makes text of tokens: tokenizer, chat template, and where a text begins and ends, also in `config`.
+    """Write tokenizer, chat template, and the tokens that begin and end a text, the latter also into `config`.
 
-    Files of an imported model go on as they are, but for what the run has otherwise. Returns a remark on what is
-    missing.
+    Files of an imported model are copied, except for what the run changed. Returns a remark on what is missing.
     """
     data, weights = stored.data, Path(stored.model.weights)
     file = tokenizer_file(data.tokenizer)
-    home, patterns = (file.parent, BESIDE) if file.name == FILE else (file.parent, (*NAMING, TEMPLATE))
+    source, patterns = (file.parent, TOKENIZER_FILES) if file.name == FILE else (file.parent, (*NAMING, TEMPLATE))
     if data.tokenizer == BYTES:
-        home, patterns = weights, BESIDE if stored.model.weights else ()
-    for path in (path for pattern in patterns for path in home.glob(pattern) if path.is_file()):
+        source, patterns = weights, TOKENIZER_FILES if stored.model.weights else ()
+    for path in (path for pattern in patterns for path in source.glob(pattern) if path.is_file()):
         shutil.copy(path, folder / path.name)
     if data.tokenizer != BYTES and not file.exists():
-        config |= {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}  # a family's own may be others
+        config |= {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}  # the family's defaults may differ
         return f"there is no {file} any more, so hocket wrote no tokenizer"
     remark = ""
     if data.chat_template and Path(data.chat_template).is_file():
@@ -132,7 +131,7 @@ def _write_text_files(stored: StoredModel, config: dict[str, Any], folder: Path)
     known, ends = known_tokenizer(data, {}), stored.ends
     if data.tokenizer != BYTES:
         _write_tokenizer(data, known, file, folder)
-    with suppress(ValueError, BadFileError):  # no template, or no packages that read it
+    with suppress(ValueError, BadFileError):  # no template, or its packages are missing
         special = load_tokenizer(data, {}).special(Chats(data).end)
         ends += [special] if special >= 0 and special not in ends else []
     bos = next((token for token in (known.bos, *known.begins) if token >= 0), None)
@@ -148,7 +147,7 @@ def _write_text_files(stored: StoredModel, config: dict[str, Any], folder: Path)
 
 
 def _write_tokenizer(data: DataConfig, known: Known, file: Path, folder: Path) -> None:
-    """Write a tokenizer's own file, so that text begins as in the run, and tokenizer_config.json if there is none."""
+    """Write tokenizer.json, so that text begins as in the run, and tokenizer_config.json if there is none."""
     default, about = known_tokenizer(replace(data, bos="auto"), {}), folder / NAMING[-1]
     shutil.copy(file, folder / FILE)
     names = known.names

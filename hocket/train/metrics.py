@@ -33,11 +33,11 @@ from hocket.sizes import counted
 from hocket.train.runs import json_of
 from hocket.train.writers import Writers
 
-# -- A file of lines that loses none while its disk is full ------------------------------------------------------------
+# -- A file of lines that loses none while the disk is full ------------------------------------------------------------
 
 
 class Lines:
-    """Lines at the end of a file. What finds no room waits in memory, and goes before the next line."""
+    """Appends lines to a file. Lines that the disk has no room for wait in memory, and are written before the next."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if the file cannot be opened."""
@@ -45,10 +45,10 @@ class Lines:
         self._waiting = b""
 
     def add(self, line: str) -> str:
-        """Write a line. Returns why it has to wait, in a few words; nothing if it is written."""
+        """Write a line. Returns why it has to wait, in a few words; empty if it is written."""
         self._waiting += f"{line}\n".encode()
         try:
-            while self._waiting:  # a disk that is getting full takes a part
+            while self._waiting:  # an almost full disk accepts part of a write
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
             return error.strerror or str(error)
@@ -56,21 +56,21 @@ class Lines:
 
     @property
     def missing(self) -> int:
-        """How many lines wait."""
+        """Number of waiting lines."""
         return self._waiting.count(b"\n")
 
     def close(self) -> None:
-        """Close the file; lines that still wait are lost."""
+        """Close the file. Lines that still wait are lost."""
         self._file.close()
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 REMARKS = 4
-"""Largest number of remarks on settings without their wanted effect, at the start of a run."""
+"""Most remarks at the start of a run on settings that lack the wanted effect."""
 
 MEANINGLESS = ("loss", "grad_norm", "lr", "skipped")
-"""Parts of a step's record that say nothing where ranks exchange nothing."""
+"""Fields of a step's record that mean nothing with the null transport."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk, which may pass."""
@@ -87,34 +87,34 @@ class StepRecord:
     grad_norm: float
     """Norm of the whole gradient before clipping."""
     lr: float
-    """Learning rate it was made with."""
+    """Learning rate of the step."""
     seconds: float
-    """Its duration, without validation and checkpoints."""
+    """Duration, without validation and checkpoints."""
     load: float = 0.0
-    """Tokens of the busiest expert over the mean of all experts, in the worst layer; 1 is even, 0 means no experts."""
+    """Tokens of the busiest expert over the mean of all experts, in the worst layer. 1 is even, 0 means no experts."""
     skipped: int = 0
-    """Steps of the run that were not taken so far."""
+    """Steps of the run skipped so far."""
     loads: Mapping[int, float] = field(default_factory=dict)
-    """The load of each layer with experts."""
+    """The same per MoE layer."""
     rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Rows of each expert by layer, in steps with a validation."""
     epochs: Mapping[str, float] = field(default_factory=dict)
-    """How often each source of several has been read so far."""
+    """How many epochs of each source have been read, if there are several."""
     way: Way = "issued"
-    """How the host made it."""
+    """How the host ran the step."""
     imbalance: float | None = None
-    """Where ranks share sequences of documents: how much longer than on average the busiest one attends. 0.05 is 5 %.
-    It has that of the data-parallel rank where it is largest."""
+    """With context parallelism over documents: by how much the attention of the busiest rank exceeds the mean. 0.05 is
+    5 %. That of the data-parallel rank where it is largest."""
     waits: float | None = None
-    """Where documents share sequences: how much longer than on average the data-parallel rank attends that has most in
-    a microbatch, over all of them. 0.05 is 5 %."""
+    """With packed documents: by how much the attention of the busiest data-parallel rank of each microbatch exceeds the
+    mean, over all microbatches. 0.05 is 5 %."""
 
 
 class PatientConsole(Console):
-    """A console whose reader may leave: the run goes on without a word, and metrics.jsonl has it all."""
+    """A console that survives a closed pipe: the run goes on silently, and metrics.jsonl is complete."""
 
     def on_broken_pipe(self) -> None:
-        """Say nothing from now on."""
+        """Print nothing from now on."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -122,8 +122,8 @@ class PatientConsole(Console):
 class Metrics:
     """The report of one run. `entropy` is the corpus's unigram entropy in nats per token.
 
-    Of a run that goes on, `done` steps are done, of which `skipped` were not taken.
-    Use as a context manager: the live line needs to be ended. A `Metrics` of another rank than 0 does nothing.
+    When a run is resumed, `done` steps are done, of which `skipped` were skipped.
+    Use as a context manager, which ends the live line. Ranks other than 0 report nothing.
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class Metrics:
         self.tokens_per_step = settings.batch * settings.data.sequence_length
         self.flops_per_token = model_flops_per_token(settings.model, settings.data.sequence_length)
         self.peak = peak_flops(settings.host.gpu) if settings.train.device == "cuda" else 0.0
-        """FLOP/s of a rank that MFU is over; 0 if they are not known, as those of CPUs, which have no data sheet."""
+        """Peak FLOP/s of a rank, for MFU; 0 if unknown, as for CPUs, which have no data sheet."""
         self.validation_loss = math.nan
         self.exposed: Mapping[Way, float] = {}
-        """How steps were made that were profiled -> their exposed share. Steps made in another way do not tell it."""
+        """How profiled steps were run -> their exposed share. It holds only for steps that were run in the same way."""
         label = LABELS.get(settings.train.transport)
         self._mark = f"{label}: " if label else ""
         self._started, self._first, self._last = time.monotonic(), done, done
@@ -161,7 +161,7 @@ class Metrics:
 
     @property
     def path(self) -> Path:
-        """The file of all steps."""
+        """The file with a record of every step."""
         return Path(self.settings.run.folder) / "metrics.jsonl"
 
     def __enter__(self) -> Metrics:
@@ -187,11 +187,11 @@ class Metrics:
         if not self.quiet:
             try:
                 self.console.print(text, markup=False)
-            except OSError as error:  # of a full disk this line is lost; a terminal that is being closed stays so
+            except OSError as error:  # a full disk may recover, a closed terminal stays silent
                 self.console.quiet = error.errno not in NO_ROOM
 
     def header(self, parameters: int, active: int, corpus: str) -> None:
-        """What is about to run. `parameters` and `active` (per token) count elements."""
+        """Describe the run before it starts. `parameters` and `active` (per token) count elements."""
         s = self.settings
         steps = counted(s.train.steps, "step") + (f", {self._first} of them done" if self._first else "")
         self.say(f"model    {parameters:,} parameters, {active:,} active per token")
@@ -212,7 +212,7 @@ class Metrics:
             self.say(f"MFU      {over} {self.peak / 1e12:g} TFLOP/s of one {s.host.gpu} (dense bf16)")
 
     def remarks(self, *notes: str) -> None:
-        """What was asked for and is not done, or has no effect; `notes`; and where the choices are explained."""
+        """Print settings that are not done as asked or have no effect, `notes`, and where the choices are explained."""
         asked = [decision for decision in self.settings.decisions if decision.unmet or decision.fix]
         asked.sort(key=lambda decision: not decision.unmet)
         for note in (*asked[:REMARKS], *notes):
@@ -228,7 +228,7 @@ class Metrics:
             return
         self._last = result.step
         speed = self.tokens_per_step / result.seconds
-        # Models without experts have no loads, most steps no rows, and one source no epochs.
+        # Drop empty fields: dense models have no loads, most steps no rows, and a single source no epochs.
         record = {name: value for name, value in asdict(result).items() if value is not None and value != {}}
         del record["way"]
         record["tokens_per_second"] = speed
@@ -263,19 +263,19 @@ class Metrics:
             self.say(text + self._eta())
 
     def _eta(self) -> str:
-        """The time that is left, by the mean of the steps so far, with validations and checkpoints."""
+        """Remaining time, by the mean of the steps so far, with validations and checkpoints."""
         left = self.settings.train.steps - self._last
         seconds = (time.monotonic() - self._started) / (self._last - self._first) * left
         return f"  ETA {timedelta(seconds=round(seconds))}" if left > 0 else ""
 
     def sources(self, now: Mapping[str, float], end: Mapping[str, float]) -> None:
-        """How often each source of several has been read, and will have been at the end of the run."""
+        """Print how many epochs of each source have been read, and will be at the end of the run."""
         for name, epochs in end.items():
             before = f", {now[name]:.2f} of them done" if now[name] else ""
             self.say(f"source   {name}: {epochs:.2f} epochs in this run{before}")
 
     def validation(self, step: int, loss: float, by_source: Mapping[str, float] | None = None) -> None:
-        """Record a validation after `step` steps, in nats per token, also by source where there are several."""
+        """Record a validation after `step` steps, in nats per token, also by source if there are several."""
         self.validation_loss = loss
         each = {"validation_losses": dict(by_source)} if by_source else {}
         self._write({"step": step, "validation_loss": loss, **each, "unigram_entropy": self.entropy})
@@ -283,7 +283,7 @@ class Metrics:
         self.say(f"{self._mark}step {step}  validation loss {loss:.4f}{named}  (unigram entropy {self.entropy:.4f})")
 
     def saved(self, step: int, folder: Path, copy_seconds: float, write_seconds: float) -> None:
-        """Record a checkpoint of `step` steps, as this rank has seen it. Its copy takes no time if there was none."""
+        """Record a checkpoint of `step` steps, with this rank's times. `copy_seconds` is 0 without a copy."""
         if self.quiet:
             return
         size = sum(file.stat().st_size for file in folder.iterdir()) if folder.is_dir() else 0
@@ -292,9 +292,9 @@ class Metrics:
         self._write({"step": self._last or step, "saved": {"step": step, "bytes": size, **seconds, "gb_per_s": rate}})
 
     def summary(self) -> None:
-        """The end of a run: the last validation loss, and whether it is below what counting tokens would reach.
+        """Report the end of a run: the last validation loss, and whether it is below the unigram entropy.
 
-        That asks whether a model from scratch has learnt anything. One that began with weights had learnt before.
+        The comparison shows whether a model from scratch has learnt anything. Imported weights get none.
         """
         seconds, steps = time.monotonic() - self._started, self._last - self._first
         if steps:
@@ -312,7 +312,7 @@ class Metrics:
             self.say(f"{self._mark}validation loss {self.validation_loss:.4f} nats per token, {beside}")
 
     def _open(self, done: int) -> None:
-        """Continue the file of a resumed run after step `done`; put the file of another run aside."""
+        """Continue the file of a resumed run after step `done`; move aside the file of another run."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if done and (self.path.exists() or self.settings.run.resume == "auto"):
             lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() else []
@@ -333,7 +333,7 @@ class Metrics:
             if label := LABELS.get(self.settings.train.transport):
                 record = {**record, "transport": self.settings.train.transport, "label": label}
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-            refused = self._lines.add(json.dumps(finite))  # JSON has no number for the others
+            refused = self._lines.add(json.dumps(finite))  # JSON has no inf or nan
             if refused and not self._waits:
                 self.say(f"WARNING  {self._unwritten(refused)}; the run goes on, and its lines wait until they can be")
             self._waits = bool(refused)
@@ -347,7 +347,7 @@ class Metrics:
 
 
 def _same_links(train: TrainConfig) -> dict[tuple[float, float], list[str]]:
-    """Link (latency, bandwidth) of the emulated network -> purposes that use one like it."""
+    """Link (latency, bandwidth) of the emulated network -> purposes that use such a link."""
     found: dict[tuple[float, float], list[str]] = {}
     for purpose, link in train.slow_links().items():
         found.setdefault(link, []).append(purpose)
@@ -355,6 +355,6 @@ def _same_links(train: TrainConfig) -> dict[tuple[float, float], list[str]]:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line of metrics. A line that was cut off by a crash belongs to no step."""
+    """The step of a line of metrics; infinity for a line that a crash cut off."""
     step = json_of(line).get("step")
     return step if isinstance(step, int) else math.inf

@@ -1,4 +1,4 @@
-"""The window of steps of a run that is recorded, read and told about while the run goes on."""
+"""Profiles a window of steps: records, reads and reports traces while the run goes on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hocket.engine import Engine, graphed
 from hocket.engine.graphed import Way
 from hocket.environment import processes
 from hocket.measured import describe as stored
-from hocket.measured import shortly
+from hocket.measured import trace_summary
 from hocket.model.transformer import parameter_counts
 from hocket.resolve import Settings
 from hocket.runtime.lanes import drain
@@ -32,19 +32,17 @@ from hocket.train.metrics import Metrics
 from hocket.train.signals import StopRequest
 
 # -- recording ---------------------------------------------------------------------------------------------------------
-# Steps recorded with the profiler, as traces that explain themselves: every op under its name, and the run's program.
-#
-# A trace holds `hocket step 12` around an optimizer step, the ops of the plan under their names (`fwd attn m0 c1 l5`),
-# on a CPU also `wait <op>` where the host stands still for a collective, and the top-level key `hocket` that `describe`
-# makes. Everything is off again after the recorded steps. Steps that are replayed as one CUDA graph are recorded as
-# they run, and a replay issues no op whose name a trace could show: its kernels tell by themselves what they are for.
+# A trace has `hocket step 12` around an optimizer step, the ops of the plan under their names (`fwd attn m0 c1 l5`), on
+# a CPU also `wait <op>` while the host waits for a collective, and the top-level key `hocket`, which `describe` makes.
+# Annotation is switched off after the recorded steps. Steps that replay a CUDA graph issue no named ops: their kernels
+# are identified without names.
 
 GZIP_LEVEL = 3
-"""A trace shrinks to a tenth with this; the highest level takes five times as long for a few percent more."""
+"""This level shrinks a trace to a tenth. The highest takes five times as long to gain a few percent."""
 
 
 def describe(config: Config, engine: Engine, rank: int) -> dict[str, Any]:
-    """What a trace of this rank says about its run, as JSON values."""
+    """A trace's description of its run and rank, as JSON values."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
     described: dict[str, Any] = {
         **stored(config, engine.program, engine.where.pp),
@@ -63,7 +61,7 @@ def describe(config: Config, engine: Engine, rank: int) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The same without quotes, backslashes and control characters in strings: the profiler writes those wrongly."""
+    """The same without quotes, backslashes and control characters in strings, which the profiler does not escape."""
     if isinstance(value, dict):
         return {_plain(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -74,22 +72,22 @@ def _plain(value: Any) -> Any:
 
 
 class Recording:
-    """Records steps of one engine as they run. `start`, then `with step(n)` around each, `stop`, `write`.
+    """Records steps of one engine as they run: `start`, then `with step(n)` around each, `stop`, `write`.
 
-    Make it a step before the first recorded one, which the profiler's own start would lengthen.
+    Create it one step before the first recorded step: setting up the profiler lengthens the step it happens in.
     """
 
     def __init__(self, engine: Engine, rank: int) -> None:
         self._engine = engine
         self._about = json.dumps(describe(engine.config, engine, rank), ensure_ascii=False)
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        # Without acc_events, which would turn every event into a Python object: the trace needs none of them.
+        # acc_events is off: it would turn every event into a Python object, and the trace needs none of them.
         self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu])
-        with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns that another recording would replace this one
+        with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns that a second one would replace this
             self._profiler.prepare_trace()
 
     def start(self) -> None:
-        """Record from now on."""
+        """Start recording."""
         if not self._engine.replays:
             self._engine.executor.annotate()
         self._profiler.start_trace()
@@ -97,14 +95,14 @@ class Recording:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around an optimizer step, up to its last kernel: others end while the next step is issued."""
+        """Around a step, until its last kernel ends. Unrecorded steps end while the next one is issued."""
         with record_function(f"hocket step {number}"):
             yield
             if self._engine.device.type == "cuda":
                 drain(self._engine.device)
 
     def stop(self) -> None:
-        """Record no longer, and leave the engine as it was."""
+        """Stop recording, and restore the engine."""
         self._engine.executor.annotate(False)
         self._profiler.stop_trace()
 
@@ -125,19 +123,19 @@ class Recording:
 # -- profiling ---------------------------------------------------------------------------------------------------------
 
 WARM_UP = 3
-"""Steps before a window that is to be soon after the start: kernels are loaded, memory is there."""
+"""Steps before a window near the start of a run, in which kernels are loaded and memory is allocated."""
 
 PATIENCE = 300.0
-"""Seconds that the end of a run waits for its traces to be read. The other ranks wait too, so half of
-train.hang_timeout is the most."""
+"""Seconds that the end of a run waits for its traces to be read, at most half of train.hang_timeout, because the other
+ranks wait too."""
 
 
 UNTIL_REPLAYS = graphed.WARM_UP + 2
-"""The same where steps are replayed: one is recorded after the warm-up, and the profiler is set up in a replay."""
+"""The same for replayed steps: the graph is captured after the warm-up, and the profiler is set up during a replay."""
 
 
 def window_of(profile: tuple[int, ...], done: int, steps: int, warm_up: int = WARM_UP) -> range:
-    """The steps that `train.profile` asks for in a run of `steps` steps, `done` of them done before it started."""
+    """The steps that `train.profile` asks for in a run of `steps` steps, which started after step `done`."""
     if not profile:
         return range(0)
     first, count = profile
@@ -152,10 +150,10 @@ def _first_line(error: Exception) -> str:
 
 
 class ProfileWindow:
-    """Records the steps that `train.profile` names, has the traces read, and tells `metrics` what they say.
+    """Records the steps that `train.profile` names, has the traces read, and reports the result to `metrics`.
 
-    Use as a context manager around the loop; call `before` and `after` at every step of every rank. What goes wrong
-    with a trace becomes a remark: it is no reason to end a run.
+    Use as a context manager around the loop; every rank calls `before` and `after` at every step. Problems with a trace
+    become remarks, and never end the run.
     """
 
     def __init__(
@@ -178,7 +176,7 @@ class ProfileWindow:
             )
 
     def path(self, rank: int) -> Path:
-        """The trace of a rank."""
+        """The trace file of a rank."""
         return Path(self._settings.run.folder) / "traces" / f"rank{rank}.json.gz"
 
     def __enter__(self) -> ProfileWindow:
@@ -212,10 +210,10 @@ class ProfileWindow:
                 self._step.__enter__()
         except Exception as error:
             self._drop()
-            self._problem = f"was not recorded ({_first_line(error)})"  # told after the window, with other ranks'
+            self._problem = f"was not recorded ({_first_line(error)})"  # reported after the window
 
     def after(self, step: int, way: Way) -> None:
-        """Call after step `step`, which was made in that `way`, once its loss is known."""
+        """Call after step `step`, once its loss is known. `way` is how the step was run."""
         self._step.__exit__(None, None, None)
         self._step = contextlib.nullcontext()
         if step in self.steps:
@@ -225,7 +223,7 @@ class ProfileWindow:
         self._read()
 
     def _write(self) -> None:
-        """Write this rank's trace; once all ranks have, have them read."""
+        """Write this rank's trace. Once all ranks have, start reading them."""
         recording, self._recording = self._recording, None
         self._engine.executor.annotate(False)
         if recording is not None:
@@ -234,11 +232,11 @@ class ProfileWindow:
                 recording.write(self.path(self._rank))
             except Exception as error:
                 self._problem = f"cannot be written ({_first_line(error)})"
-        problems = everyone(self._problem)  # a rank that goes on would only wait for the others in the next step
+        problems = everyone(self._problem)  # no cost: without it a faster rank would wait in the next step
         for rank, text in enumerate(problems):
             if text:
                 self._metrics.say(f"note     the trace of rank {rank} {text}")
-        # Hosts that do not share the folder keep their traces to themselves.
+        # Traces on hosts that do not share the folder are not visible here.
         seen = [self.path(rank) for rank, text in enumerate(problems) if not text and self.path(rank).exists()]
         if self._rank == 0 and seen:
             steps = f"steps {self.steps[0]} to {self.steps[-1]}" if len(self.steps) > 1 else f"step {self.steps[0]}"
@@ -246,13 +244,13 @@ class ProfileWindow:
             elsewhere = f"; those of {written - len(seen)} more are on other hosts" if len(seen) < written else ""
             self._metrics.say(f"trace    {self.path(0).parent}: {steps} of {len(seen)} ranks{elsewhere}{self._how()}")
             try:
-                reader = self._reader.enter_context(processes(1, {}))  # so that the ranks need not wait for it
-                self._reading = reader.submit(shortly, seen)
+                reader = self._reader.enter_context(processes(1, {}))  # in a process: ranks need not wait
+                self._reading = reader.submit(trace_summary, seen)
             except OSError as error:
                 self._metrics.say(f"note     the traces cannot be read: {_first_line(error)}")
 
     def _how(self) -> str:
-        """What to know of how the recorded steps were made."""
+        """A remark on how the recorded steps were run."""
         if self._ways == {"issued"}:
             return ""
         if self._ways == {"replayed"}:
@@ -261,7 +259,7 @@ class ProfileWindow:
         return f", {ways}: lines of replayed steps do not tell what is exposed; a later train.profile records those"
 
     def _read(self, timeout: float = 0.0) -> None:
-        """Tell what the traces say, if they have been read."""
+        """Report what the traces show, if they have been read."""
         reading = self._reading
         if reading is None or not wait([reading], timeout).done:
             return
@@ -269,7 +267,7 @@ class ProfileWindow:
         self._reader.close()
         try:
             headline, exposed = reading.result()
-        except Exception as error:  # whatever has ended the process
+        except Exception as error:  # whatever ended the process
             self._metrics.say(f"note     the traces cannot be read: {_first_line(error)}")
             return
         if exposed is not None and len(self._ways) == 1:
@@ -284,7 +282,7 @@ class ProfileWindow:
             self._metrics.say(f"trace    more: hocket trace {folder}")
 
     def _remove_old(self) -> None:
-        """Traces of an earlier run must not be taken for this one's."""
+        """Delete this rank's trace of an earlier run, so that it is not taken for this run's."""
         folder = self.path(0).parent
         mine = {self.path(self._rank).name}
         if self._rank == 0:
@@ -295,7 +293,7 @@ class ProfileWindow:
                 path.unlink(missing_ok=True)
 
     def _drop(self) -> bool:
-        """Stop recording without a trace. Returns whether anything was being recorded."""
+        """Stop recording without a trace. Returns whether a recording was active."""
         recording, self._recording = self._recording, None
         if recording is not None:
             with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""The runs of a folder: what each one is, how far it came, and whether it runs; how its settings have changed."""
+"""The runs of a folder: their settings, progress and state; and how a run's settings have changed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hocket.config.rule import leaf, show
 from hocket.config.schema import flat
 from hocket.explain.explanation import FILE
 
-# -- The runs of a folder: what each one is, how far it came, and whether it runs --------------------------------------
+# -- The runs of a folder ----------------------------------------------------------------------------------------------
 
 METRICS = "metrics.jsonl"
 TAIL = 1 << 16
-"""Bytes at the end of metrics that are looked at."""
+"""Bytes at the end of the metrics that are read."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Run:
 
     name: str
     recipe: str
-    """What it was started with; empty if it does not say."""
+    """The recipe it was started with; empty if unknown."""
     step: int
     steps: int
-    """Of the whole run; 0 if it does not say."""
+    """Steps of the whole run; 0 if unknown."""
     loss: float | None
-    """Of the last step."""
+    """Loss of the last step."""
     when: datetime | None
-    """Of its last line of metrics."""
+    """Time of its last line of metrics."""
     state: str
     """running, done, stopped (before its last step), or failed to start (has no step)."""
 
@@ -59,7 +59,7 @@ def run_of(path: Path) -> Run:
             step = max(step, int(line.get("step", 0)))
             loss = line.get("loss", loss)
     steps = int(said.get("steps", 0))
-    if _held(path / "lock"):
+    if _is_locked(path / "lock"):
         state = "running"
     elif not step:
         state = "failed to start"
@@ -77,7 +77,7 @@ def _last_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def json_of(text: str | bytes) -> dict[str, Any]:
-    """What a line has; nothing if it was cut off."""
+    """The object in a line of JSON; empty if the line was cut off."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -85,8 +85,8 @@ def json_of(text: str | bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _held(lock: Path) -> bool:
-    """Whether a run holds its folder. To ask takes the lock for a moment, which a run that starts waits for."""
+def _is_locked(lock: Path) -> bool:
+    """Whether a run holds its folder's lock. Checking takes the lock for a moment; a starting run waits for it."""
     try:
         with lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -100,36 +100,36 @@ def _held(lock: Path) -> bool:
 # -- Changes between the settings of a checkpoint and those of the run that continues from it --------------------------
 
 TRAINED_BY = ("seed", "steps", "lr", "min_lr", "warmup", "schedule", "weight_decay", "betas", "eps", "clip")
-TOLD = ("model.", "data.", "precision.", "optimizer.", *(f"train.{name} " for name in TRAINED_BY))
-"""Beginnings of the names of settings that change results. A continued run reports their changes."""
+REPORTED = ("model.", "data.", "precision.", "optimizer.", *(f"train.{name} " for name in TRAINED_BY))
+"""Prefixes of settings that change results. A resumed run reports changes of these."""
 CUT = ("data.sequence_length", "data.packing")
-"""Settings on which it depends where a sequence of the text begins."""
+"""Settings that decide where the text is cut into sequences."""
 BATCH = ("mesh.dp", "train.microbatches", "train.sequences")
 
 Stored = Mapping[str, Any]
-"""Settings as nested dictionaries, of JSON."""
+"""Settings as nested dictionaries, as JSON stores them."""
 
 
 def stored(config: Config) -> dict[str, Any]:
-    """All settings, to be written."""
+    """All settings, in the form that is stored."""
     return {field.name: asdict(getattr(config, field.name)) for field in fields(Config)}
 
 
 def changes(saved: Stored, config: Config) -> list[str]:
-    """Settings with another value than in the stored ones."""
+    """Settings whose value differs from the stored one."""
     then, now = flat(saved), flat(json.loads(json.dumps(stored(config))))
     differ = (name for name, value in now.items() if name in then and then[name] != value)
     return [f"{name} was {_said(then[name])} and is {_said(now[name])}" for name in differ]
 
 
-def told(saved: Stored, config: Config) -> Iterator[str]:
-    """The changes that change results, in as few lines as possible."""
-    found = [text for text in changes(saved, config) if text.startswith(TOLD) and not text.startswith("data.cache ")]
+def reported_changes(saved: Stored, config: Config) -> Iterator[str]:
+    """Messages about the changes that affect results, as few as possible."""
+    found = [x for x in changes(saved, config) if x.startswith(REPORTED) and not x.startswith("data.cache ")]
     if found:
         yield "; ".join(found)
     then = flat(saved)
     before, now = [then.get(name, 1) for name in BATCH], [leaf(config, name) for name in BATCH]
-    if math.prod(before) != math.prod(now):  # how ranks and microbatches share them changes nothing
+    if math.prod(before) != math.prod(now):  # only the product matters, not how ranks and microbatches share it
         was, is_ = (f"{math.prod(sizes)} ({' x '.join(map(str, sizes))})" for sizes in (before, now))
         yield f"the sequences of a step were {was} and are {is_}: {' x '.join(BATCH)}"
     if cut := [name for name in CUT if name in then and _cut_as(name, then[name]) != _cut_as(name, leaf(config, name))]:
@@ -140,7 +140,7 @@ def told(saved: Stored, config: Config) -> Iterator[str]:
 
 
 def _cut_as(name: str, value: Any) -> Any:
-    """What of a setting decides where sequences begin: only best_fit packs them otherwise."""
+    """The part of a setting that decides where sequences begin: of data.packing only best_fit differs."""
     return value == "best_fit" if name == "data.packing" else value
 
 

@@ -1,7 +1,7 @@
-"""SIGINT, SIGTERM and a terminal that is closed (SIGHUP) ask a run to save and end.
+"""SIGINT, SIGTERM and SIGHUP (a closed terminal) ask a run to save and stop.
 
-The trainer looks at the end of every step. A signal reaches ranks at different times, so the flag is only this rank's
-wish: the trainer combines the wishes of all ranks (a maximum over the control group), and all stop after the same step.
+The trainer checks at the end of every step. A signal reaches ranks at different times, so the flag is only this rank's
+request. The trainer reduces it over all ranks (a maximum over the control group), and all stop after the same step.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from collections.abc import Callable
 from types import FrameType
 
 SAME = 1.0
-"""Seconds in which signals are one wish: systemd and Slurm signal every process, and a launcher passes its own on."""
+"""Seconds in which signals count as one: systemd and Slurm signal every process, and a launcher forwards its own."""
 
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
-def asking() -> list[int]:
-    """The signals that ask a run to end. Under `nohup`, which ignores it, a closed terminal asks for nothing."""
+def stop_signals() -> list[int]:
+    """The signals that stop a run. Under `nohup`, which ignores SIGHUP, a closed terminal does not."""
     stays = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *(() if stays else (signal.SIGHUP,))]
 
 
 def hang_up() -> None:
-    """The terminal is gone. Output to it is dropped from now on, without an error. Files and pipes stay."""
+    """Drop output to a closed terminal from now on, without an error. Files and pipes are unaffected."""
     for stream in (1, 2):
         if stat.S_ISCHR(os.fstat(stream).st_mode):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 class StopRequest:
-    """Set by the first signal that asks. One that comes more than `SAME` seconds later ends the process at once.
+    """Set by the first stop signal. Another one more than `SAME` seconds later ends the process at once.
 
-    Use as a context manager, which puts the former handlers back.
+    Use as a context manager, which restores the previous handlers.
     """
 
     def __init__(self) -> None:
         self.signal = 0
-        """Number of the signal that asked, 0 if none has."""
+        """Number of the signal, 0 if there was none."""
         self._since = 0.0
         self._former: dict[int, Handler] = {}
 
@@ -48,7 +48,7 @@ class StopRequest:
         return self.signal != 0
 
     def __enter__(self) -> StopRequest:
-        for number in asking():
+        for number in stop_signals():
             self._former[number] = signal.signal(number, self._arrived)
         return self
 

@@ -1,4 +1,4 @@
-"""The text of a run: one source, or several with weights, as a file of TOML names them.
+"""The text of a run: one source, or several weighted ones, listed in a TOML file.
 
 [web]
 paths = ["corpus/web"]
@@ -35,31 +35,30 @@ from hocket.train.corpus import Asked, Corpus, Say, find_files, open_corpus
 from hocket.typed import is_a
 
 # -- mix ---------------------------------------------------------------------------------------------------------------
-# Which source of text stands at which position of the stream.
+# Which source is at which position of the stream.
 #
 # Note: [The source of a position is a function of the position]
-# A run has one number as its state, the sequences it has consumed, and any number of ranks continues from it. So which
-# source a position reads, and which of the source's sequences, may depend on settings and the position alone. Weights
-# apply to sequences of equal length, not to documents: otherwise long documents would shift the mix.
+# A run's only state is the number of consumed sequences, from which any number of ranks can continue. So the source at
+# a position, and the index of its sequence, may depend only on settings and the position. Weights apply to sequences of
+# equal length, not to documents: otherwise long documents would shift the mix.
 #
-# Between two changes of weights the sources get sequences as Webster's method gives parties seats: the k-th sequence
-# (from 0) of a source with share w is due at time (k + 1/2) / w, and sequences come in the order of these times. At
-# time t a source has t * w sequences, rounded, so after n sequences of S sources it has n * w, and at most 1/2 + w * S
-# / 2 more or fewer. That order repeats after as many sequences as the weights, as whole numbers, add up to. Within
-# blocks of `BLOCK` sequences the sources are then put into a random order. Otherwise a mix of two halves would give one
-# source to all even data-parallel ranks, and the other to the odd ones.
+# Between two changes of weights, sources get sequences as parties get seats by Webster's method: the k-th sequence
+# (from 0) of a source with share w is due at time (k + 1/2) / w, and sequences are sorted by these times. At time t a
+# source has t * w sequences, rounded, so after n sequences of S sources it has n * w, within 1/2 + w * S / 2. The order
+# repeats after as many sequences as the integer weights add up to. Within blocks of `BLOCK` sequences, sources are then
+# shuffled. Otherwise a mix of two halves would give one source to all even data-parallel ranks, the other to the odd.
 
 BLOCK = 64
-"""Sequences whose sources are in a random order."""
+"""Number of sequences within which sources are shuffled."""
 PERIOD = 1 << 20
-"""Most sequences after which the order of sources repeats. Weights that take more are rounded."""
+"""Longest period of the order of sources. Weights that need a longer one are rounded."""
 
 
 class Quotas:
-    """How sources share a stream. `changes` has ascending first positions, from 0 on, with the weights from there on.
+    """How sources share a stream. `changes` has ascending positions, from 0, and the weights from each position on.
 
-    A weight is at least 0, and one of each change is above. Two streams with the same weights up to a position agree up
-    to there, whatever comes after it.
+    Weights are at least 0, and one of each change is above 0. Two streams whose weights are the same up to a position
+    have the same sources up to it, whatever follows.
     """
 
     def __init__(self, changes: Sequence[tuple[int, Sequence[Fraction]]], seed: int = 0) -> None:
@@ -68,14 +67,14 @@ class Quotas:
         self._weights = [_whole(weights) for _, weights in changes]
         self._block = (-1, -1)
         self._order = self._sources = _order(self._weights[0])
-        """Of the current segment: as long as its period."""
+        """Sources of one period, in the current segment."""
         self._taken = self._weights[0]
         self._before = [np.zeros_like(self._weights[0])]
         for first in self._firsts[1:]:
             self._before.append(np.array(self.counts(first)))
 
     def place(self, position: int) -> tuple[int, int]:
-        """(source, which of its sequences, counted through all its epochs) of a position."""
+        """(source, index among its sequences, counted over all its epochs) at a position."""
         segment, offset = self._find(position)
         source = int(self._sources[offset])
         return source, self._count(segment, offset, source)
@@ -97,7 +96,7 @@ class Quotas:
         return int(self._before[segment][source] + self._taken[source]) + within
 
     def _find(self, position: int) -> tuple[int, int]:
-        """Make the block of a position the current one. Returns its segment and the place of the position in it."""
+        """Make a position's block the current one. Returns its segment and the offset in the block."""
         segment = min(bisect_right(self._firsts, position), len(self._before)) - 1
         block, offset = divmod(position - self._firsts[segment], BLOCK)
         if (segment, block) != self._block:
@@ -113,7 +112,7 @@ class Quotas:
 
 
 def _whole(weights: Sequence[Fraction]) -> np.ndarray:
-    """The same weights as whole numbers, of which the sum is at most about `PERIOD`."""
+    """The weights as integers whose sum is at most about `PERIOD`."""
     factor = math.lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * factor) for weight in weights]
     whole = [weight // math.gcd(*whole) for weight in whole]
@@ -130,10 +129,10 @@ def _order(weights: np.ndarray) -> np.ndarray:
 
 # -- sources -----------------------------------------------------------------------------------------------------------
 
-LENT = ("paths", "text_key", "validation")
-"""Settings of `data` that a source may have for itself."""
+PER_SOURCE = ("paths", "text_key", "validation")
+"""Settings of `data` that each source may set."""
 WEIGHT = 1
-"""Weight of a source that names none."""
+"""Default weight of a source."""
 
 
 @dataclass(frozen=True)
@@ -142,24 +141,24 @@ class Source:
 
     name: str
     data: DataConfig
-    """Settings as if it were the only one."""
+    """The settings that apply to this source alone."""
     origins: Mapping[str, str]
     weights: tuple[tuple[int, Fraction], ...] = ((0, Fraction(WEIGHT)),)
-    """First steps, ascending, and the weight from there on."""
+    """Ascending steps, and the weight from each step on."""
 
     @property
     def has_validation(self) -> bool:
-        """Whether some of its text is for validation."""
+        """Whether part of its text is for validation."""
         return bool(self.data.held_out) or self.data.kept_back > 0
 
     def weight(self, step: int) -> Fraction:
-        """Its weight in a step, counted from 0."""
+        """The weight at a step, counted from 0."""
         return next((weight for first, weight in reversed(self.weights) if first <= step), Fraction(0))
 
 
 @dataclass(frozen=True)
 class Text:
-    """What a run reads."""
+    """All text that a run reads."""
 
     sources: tuple[Source, ...]
     corpora: tuple[Corpus, ...]
@@ -172,10 +171,10 @@ class Text:
 
     @cached_property
     def unigram_entropy(self) -> float:
-        """Loss of a model that knows only how often each token occurs in the mix, in nats per token.
+        """Loss of a model that predicts the token frequencies of the mix, in nats per token.
 
         The cross-entropy of validation tokens under the frequencies of training tokens (each count plus one, so that no
-        token is impossible), or of training tokens where no source keeps any. Of a mix it is the mean by shares.
+        token is impossible), or of training tokens if no source has validation. For a mix, the mean by shares.
         """
         counts = [corpus.counts for corpus in self.corpora]
         seen = [each + 1 for each, _ in counts]
@@ -197,27 +196,27 @@ class Text:
 
     @property
     def fingerprint(self) -> list[int]:
-        """Numbers that are the same on two ranks only if they have found the same text. All have as many."""
+        """Numbers that differ between two ranks that found different text. Their count is the same on all ranks."""
         each = [(len(c.train.tokens), len(c.validation.tokens), c.documents, c.sample) for c in self.corpora]
         return [len(each), *(int(x) for x in np.array(each, dtype=np.int64).T @ np.arange(1, len(each) + 1))]
 
     @property
     def samples(self) -> list[int]:
-        """Checksums of where the text of each source begins and ends, which its numbers do not tell."""
+        """Checksums of the first and last tokens of each source, which the text's description does not cover."""
         return [corpus.sample for corpus in self.corpora]
 
     def __str__(self) -> str:
         return self.up_to(math.inf)
 
     def up_to(self, position: float) -> str:
-        """What is read, with the weights up to a position: those from there on may change."""
+        """Describe the text, with the weights up to a position: later ones may change."""
         if not self.sources[0].name:
             return str(self.corpora[0])
         each = zip(self.sources, self.corpora, strict=True)
         return "; ".join(f"{source.name} ({self._said(source, position)}): {corpus}" for source, corpus in each)
 
     def _said(self, source: Source, position: float) -> str:
-        """Its weights. Their first sequences are told: with another batch a position means another place."""
+        """The weights of a source, with the first sequence of each, since a step's position depends on the batch."""
         (_, first), *later = source.weights
         texts = [
             f"{float(w):g} from step {s} (sequence {s * self.batch:,}) on"
@@ -228,9 +227,9 @@ class Text:
 
 
 def open_text(settings: Settings, say: Say = lambda words: None) -> Text:
-    """All that a run reads, from the cache or tokenised now.
+    """All text of a run, from the cache or tokenised now.
 
-    Raises ValueError for a file of sources that is none, with all of its mistakes, and for what `open_corpus` refuses.
+    Raises ValueError for an invalid sources file, with all of its mistakes, and where `open_corpus` does.
     """
     sources = read_sources(settings.data, settings.origins)
     without = Path(settings.run.folder)
@@ -243,13 +242,13 @@ def open_text(settings: Settings, say: Say = lambda words: None) -> Text:
 
 
 def quotas_of(sources: Sequence[Source], batch: int, seed: int) -> Quotas:
-    """How sources share a stream of which a step takes `batch` sequences."""
+    """How sources share a stream whose steps take `batch` sequences."""
     steps = sorted({first for source in sources for first, _ in source.weights})
     return Quotas([(step * batch, [source.weight(step) for source in sources]) for step in steps], seed)
 
 
 def _require_apart(sources: Sequence[Source], without: Path) -> None:
-    """Raise ValueError if a file is read twice: what is learnt from must not be what is validated with."""
+    """Raise ValueError if a file is read twice: training and validation text must be disjoint."""
     found: dict[Path, str] = {}
     for source in sources:
         for setting, paths in (("paths", source.data.paths), ("validation", source.data.held_out)):
@@ -278,7 +277,7 @@ def read_sources(data: DataConfig, origins: Mapping[str, str]) -> tuple[Source, 
             problems.append(f"{name} ({file}:{entry.line}): belongs to no source; fix: [a-name] above it")
         elif key:
             tables.setdefault(name, []).append(Entry(key, entry.value, entry.line))
-        else:  # a source in braces, or one without a key
+        else:  # an inline table, or a source without keys
             inside = [Entry(key, value, entry.line) for key, value in entry.value.items()]
             tables.setdefault(name, []).extend(inside)
     sources = [_source(name, entries, data, origins, problems) for name, entries in tables.items()]
@@ -301,12 +300,12 @@ def _source(
     for key, value, line in ((entry.name, entry.value, entry.line) for entry in entries):
         if key == "weight":
             weights = tuple(_weights(f"[{name}] {key} = {show(value)} ({file}:{line})", value, problems)) or weights
-        elif key in LENT:
+        elif key in PER_SOURCE:
             changes[key] = as_setting(value, types()[f"data.{key}"])
             found[f"data.{key}"] = f"{file}:{line}, [{name}]"
         else:
-            close = meant(key, [*LENT, "weight"])
-            fix = f"did you mean {close}?" if close else f"one of {', '.join(LENT)}, weight"
+            close = meant(key, [*PER_SOURCE, "weight"])
+            fix = f"did you mean {close}?" if close else f"one of {', '.join(PER_SOURCE)}, weight"
             problems.append(f"[{name}] {key} ({file}:{line}): there is no such key; fix: {fix}")
     own = dataclasses.replace(data, **changes)
     wrong = impossible(dataclasses.replace(Config(), data=own), found)
@@ -327,7 +326,7 @@ def _source(
 
 
 def _weights(where: str, value: Any, problems: list[str]) -> Iterator[tuple[int, Fraction]]:
-    """First steps and weights, ascending. A table has weights by step."""
+    """Ascending steps and the weight from each on. A table gives weights by step."""
     given = value if isinstance(value, dict) else {"0": value}
     if not all(step.isdecimal() for step in given) or "0" not in given:
         problems.append(f"{where}: not weights by first step; fix: such as {{0 = 0.3, 1000 = 0.5}}")

@@ -20,13 +20,13 @@ from hocket.fsdp.saving.background import copied_bytes
 from hocket.model.context import imbalance_of
 from hocket.model.documents import Microbatch, documents_of, to_device
 from hocket.model.transformer import parameter_counts
-from hocket.predict.arrivals import lack
+from hocket.predict.arrivals import overflow_note
 from hocket.predict.part_sizes import attending
 from hocket.program.documents import Dealt, as_read, deals, dealt, lengths_of, works_of
 from hocket.resolve import Settings
 from hocket.runtime.hangs import Watchdog
 from hocket.runtime.world import everyone
-from hocket.step import state_of, take
+from hocket.step import resume_from, state_of
 from hocket.train.checkpoint import (
     Moment,
     Restored,
@@ -43,24 +43,24 @@ from hocket.train.profiling import ProfileWindow
 from hocket.train.signals import StopRequest
 from hocket.train.sources import open_text
 
-# -- The learning rate of every step: a function of the step and of settings alone, so a continued run has the same ----
+# -- The learning rate of every step: it depends on the step and settings alone, so a resumed run repeats it -----------
 
 SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda share: 1 - share,
     "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
     "1-sqrt": lambda share: 1 - math.sqrt(share),
 }
-"""Share of the decay that has passed -> what is left of the way from the highest rate to the lowest.
+"""Share of the decay that has passed -> remaining share of the difference between highest and lowest rate.
 
-1-sqrt is that of Hägele et al. 2024, "Scaling laws and compute-optimal training beyond fixed training durations".
+1-sqrt is from Hägele et al. 2024, "Scaling laws and compute-optimal training beyond fixed training durations".
 """
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Learning rate of step `step` (from 0): a linear rise over `warmup` steps, then what `train.schedule` says.
+    """Learning rate of step `step` (from 0): a linear rise over `warmup` steps, then as `train.schedule` says.
 
-    The first step already has 1 / warmup of `lr`. The last step of the run has the lowest rate, and so have steps
-    after it. A decay of n steps begins after the last step with the whole rate: its steps are n.
+    The first step has 1 / warmup of `lr`. The last step of the run has the lowest rate. A decay of n steps begins
+    after the last step at the full rate, so n steps are below it.
     """
     if step < train.warmup:
         return train.lr * (step + 1) / train.warmup
@@ -83,11 +83,11 @@ OTHER_TEXT = (
 
 
 MOST_SKIPPED = 5
-"""Most steps in a row that may be skipped. At the next one the run ends."""
+"""Most steps in a row that may be skipped. The next skipped step ends the run."""
 
 
 class Trainer:
-    """One rank of a run. The default process group exists already if the world has more than one rank."""
+    """One rank of a run. With more than one rank, the default process group must exist."""
 
     def __init__(self, settings: Settings, rank: int, device: torch.device) -> None:
         self.settings, self.rank, self.device = settings, rank, device
@@ -96,13 +96,13 @@ class Trainer:
         self.engine = Engine(settings, rank, device)
         self._require_same_text()
         self.step = self.position = 0
-        self._in_a_row = 0  # steps that were skipped, up to the last one
+        self._in_a_row = 0  # consecutive skipped steps, up to the last one
         self._remarks = list[str]()
         self._no_copies = ""  # why training waits while checkpoints are written
-        self._saved = 0  # steps of the checkpoint on disk that the run goes on from
+        self._saved = 0  # step of the checkpoint on disk that the run continues from
 
     def _require_same_text(self) -> None:
-        """Raise ValueError unless all ranks, which may be on several hosts, have found the same text."""
+        """Raise ValueError unless all ranks, possibly on several hosts, found the same text."""
         control = self.engine.groups.control
         mine = torch.tensor(self.text.fingerprint, device=self.device)
         least, most = mine.clone(), mine.clone()
@@ -114,7 +114,7 @@ class Trainer:
             raise ValueError(problem("data.paths", self.settings.data.paths, self.settings.origins, reason, fix))
 
     def begin(self) -> None:
-        """Give weights their first values, or those of a checkpoint. Raises ValueError for one that does not fit."""
+        """Initialise the weights, or load a checkpoint. Raises ValueError for a checkpoint that does not fit."""
         settings, engine = self.settings, self.engine
         if resumes(settings):
             engine.init_buffers()
@@ -125,7 +125,7 @@ class Trainer:
         state = self._state()
         restored = restore(settings, state, self.text.up_to)
         if restored is not None:
-            take(engine, state)
+            resume_from(engine, state)
         notes = make_place(settings, self._state()) if settings.train.kept["newest"] else []
         between = self.saves and 0 < settings.train.save_every < settings.train.steps
         copies, offloaded = (
@@ -138,7 +138,7 @@ class Trainer:
             self._go_on(restored)
 
     def _go_on(self, restored: Restored) -> None:
-        """Take over what a checkpoint holds beside weights and averages."""
+        """Take over a checkpoint's values apart from tensors."""
         more = restored.more
         self.step = self._saved = restored.step
         self.position = restored.position
@@ -147,7 +147,7 @@ class Trainer:
         self._in_a_row = more["in_a_row"]
 
     def run(self) -> int:
-        """Train until the last step, or until a signal asks to stop. Returns that signal, 0 for none."""
+        """Train until the last step, or until a signal. Returns the signal, 0 for none."""
         settings, engine = self.settings, self.engine
         report, recorder = partial(engine.report, self.rank), lambda: engine.current_recorder
         watchdog = Watchdog(settings.train.hang_timeout, report, recorder)
@@ -167,7 +167,7 @@ class Trainer:
 
     @property
     def pretends(self) -> bool:
-        """Whether the transport moves nothing. Such a run does not train: it loads and saves nothing."""
+        """Whether the transport moves no data. Such a run does not train: it loads and saves nothing."""
         return self.settings.train.transport == "null"
 
     @property
@@ -176,10 +176,10 @@ class Trainer:
         return self.settings.train.kept["newest"] > 0 and not self.pretends
 
     def _loop(self, metrics: Metrics, stop: StopRequest, window: ProfileWindow) -> int:
-        saves = Saves(self.settings, metrics, self._saved, self._state, self._moment, behind=not self._no_copies)
+        saves = Saves(self.settings, metrics, self._saved, self._state, self._moment, background=not self._no_copies)
         try:
             return self._steps(saves, metrics, stop, window)
-        except ValueError:  # of all ranks, so none waits for one that has ended
+        except ValueError:  # raised on all ranks, so no rank waits for one that has ended
             saves.wait()
             raise
 
@@ -210,10 +210,10 @@ class Trainer:
         return 0
 
     def _require_taken(self, result: StepRecord, metrics: Metrics) -> None:
-        """Say that a step was skipped.
+        """Report a skipped step.
 
-        Raises ValueError, on every rank, after too many, or if the loss is not finite: weights that a step has spoiled
-        must not replace good ones.
+        Raises ValueError on every rank after too many, or if the loss is not finite: a checkpoint with spoiled weights
+        must not replace a good one.
         """
         what = f"step {result.step} has loss {result.loss:g} and a gradient of norm {result.grad_norm:g}"
         if self._in_a_row > MOST_SKIPPED:
@@ -226,7 +226,7 @@ class Trainer:
             raise ValueError(problem("train.lr", self.settings.train.lr, self.settings.origins, what, fix))
 
     def _too_many(self, what: str, spike: bool) -> str:
-        """Why the run ends after skipped steps. Every rank calls this."""
+        """The message that ends a run after too many skipped steps. Collective."""
         settings, row = self.settings, f", the last of {MOST_SKIPPED + 1} skipped in a row"
         if spike:
             reason = f"{what}, and the usual norm is {self.engine.optimizer.guard.usual:.3g}{row}"
@@ -239,7 +239,7 @@ class Trainer:
         return problem("train.lr", settings.train.lr, settings.origins, reason, fix)
 
     def _step(self, metrics: Metrics, stop: StopRequest) -> tuple[StepRecord, int]:
-        """One optimizer step, and the signal by which some rank was asked to stop."""
+        """Run one optimizer step. Returns also the signal that any rank received."""
         settings, engine = self.settings, self.engine
         started = time.perf_counter()
         order, waits = self._dealt(self.position)
@@ -247,26 +247,26 @@ class Trainer:
         lr = learning_rate(self.step, settings.train)
         result = engine.train_step(microbatches, lr)
         if result.lacked:
-            metrics.say(f"step {self.step + 1} {lack(settings, result.lacked, result.grown)}")
-        told = engine.agree(result.loss, result.loads, stop.signal, result.imbalance)
+            metrics.say(f"step {self.step + 1} {overflow_note(settings, result.lacked, result.grown)}")
+        agreed = engine.agree(result.loss, result.loads, stop.signal, result.imbalance)
         self.step += 1
         self.position += settings.batch
         seconds = time.perf_counter() - started
-        self._in_a_row = self._in_a_row + 1 if told.skipped else 0
-        rows = self._rows(result.loads) if told.loads else {}
-        worst, epochs = max(told.loads.values(), default=0.0), self._epochs(self.position)
-        numbers = told.loss, told.grad_norm, lr, seconds, worst, told.skipped_of_run
-        more = told.loads, rows, epochs, result.way, told.imbalance, waits
-        return StepRecord(self.step, *numbers, *more), told.signal
+        self._in_a_row = self._in_a_row + 1 if agreed.skipped else 0
+        rows = self._rows(result.loads) if agreed.loads else {}
+        worst, epochs = max(agreed.loads.values(), default=0.0), self._epochs(self.position)
+        numbers = agreed.loss, agreed.grad_norm, lr, seconds, worst, agreed.skipped_of_run
+        more = agreed.loads, rows, epochs, result.way, agreed.imbalance, waits
+        return StepRecord(self.step, *numbers, *more), agreed.signal
 
     def _evaluates(self) -> bool:
-        """Whether a validation follows the last step because of its number."""
+        """Whether a periodic validation is due after the last step."""
         train = self.settings.train
         due = train.eval_batches and train.eval_every and self.step % train.eval_every == 0
         return bool(due) and not self.pretends
 
     def _rows(self, mine: Mapping[int, Tensor]) -> dict[int, list[int]]:
-        """Rows of every expert by layer, of all pipeline ranks, in steps with a validation."""
+        """Rows of every expert by layer, over all pipeline ranks, in steps with a validation."""
         if not self._evaluates():
             return {}
         return {
@@ -276,9 +276,9 @@ class Trainer:
         }
 
     def _dealt(self, position: int) -> tuple[Dealt, float | None]:
-        """Who trains on which sequences of the step at a position; and, of ordered ones, how even ranks' attention is.
+        """Which sequences of the step each rank trains on; and for balanced documents, the imbalance of attention.
 
-        All ranks find the same. See `hocket/program/documents.py`.
+        All ranks compute the same. See `hocket/program/documents.py`.
         """
         settings, dp = self.settings, self.settings.mesh.dp
         if not deals(settings):
@@ -306,12 +306,12 @@ class Trainer:
 
     @property
     def _packed(self) -> list[str]:
-        """A remark for each source of whole documents."""
+        """A remark per source packed with whole documents."""
         streams = zip(self.text.sources, self.train_stream.streams, strict=True)
         return [f"packing{s.name and f' of {s.name}'}: {each}" for s, each in streams if str(each)]
 
     def _epochs(self, position: int) -> dict[str, float]:
-        """How often each source of several was read up to a position."""
+        """How many epochs of each source precede a position, if there are several."""
         found = zip(self.text.sources, self.train_stream.epochs(position), strict=True)
         return {source.name: epochs for source, epochs in found if source.name}
 
@@ -324,7 +324,7 @@ class Trainer:
             metrics.validation(self.step, self.text.mean(losses), losses if "" not in losses else {})
 
     def _evaluate(self, stream: Stream, metrics: Metrics) -> tuple[float, int]:
-        """Mean cross-entropy over all targets that count of the first `eval_batches` batches, and their number.
+        """Mean cross-entropy over the targets of the first `eval_batches` batches, and the number of targets.
 
         No sequence is read twice.
         """
@@ -336,15 +336,15 @@ class Trainer:
             total, learnt = total + self.engine.agree(loss).loss * count, learnt + count
             room = self.engine.room
             if room.lacked:
-                metrics.say(f"validation {batch + 1} {lack(self.settings, room.lacked, room.now is not None)}")
+                metrics.say(f"validation {batch + 1} {overflow_note(self.settings, room.lacked, room.now is not None)}")
         return total / max(learnt, 1), learnt
 
     def _state(self) -> State:
-        """The part of a checkpoint that this rank adds."""
+        """The part of a checkpoint that this rank writes."""
         sections = state_of(self.engine)
         return {f"{key}.{name}": value for key, values in sections.items() for name, value in values.items()}
 
     def _moment(self) -> Moment:
-        """What a checkpoint of now holds beside tensors."""
+        """What a checkpoint taken now holds apart from tensors."""
         more = {"in_a_row": self._in_a_row, "samples": self.text.samples}
         return Moment(self.step, self.position, self.text.up_to(self.position), more)

@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl, which has all of them: TensorBoard and Weights & Biases."""
+"""Destinations of metrics in addition to metrics.jsonl, which is complete: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hocket.train.runs import stored
 
 
 class Writer(Protocol):
-    """One place. What it raises costs the run this writer, with a warning, and nothing else."""
+    """One destination. If it raises, the run continues without it and prints a warning."""
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step, by name; such as `loss`, `validation_losses.web`."""
+        """Numbers of a step, by name such as `loss` or `validation_losses.web`."""
         ...
 
     def close(self) -> None:
-        """No more will come."""
+        """Called after the last step."""
         ...
 
 
 class TensorBoard:
-    """Files of events in the run's folder. A resumed run hides what is after its step."""
+    """Event files in the run's folder. A resumed run hides later events of the former run."""
 
     def __init__(self, settings: Settings, done: int) -> None:
         module = importlib.import_module("torch.utils.tensorboard")
@@ -42,12 +42,12 @@ class TensorBoard:
             self._writer.add_scalar(name.replace(".", "/"), value, step)
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write buffered events."""
         self._writer.close()
 
 
 class Wandb:
-    """A run of Weights & Biases, offline, in the run's folder; `wandb sync` sends it. A resumed run is one more."""
+    """An offline Weights & Biases run in the run's folder; `wandb sync` uploads it. A resumed run adds another."""
 
     def __init__(self, settings: Settings, done: int) -> None:
         self._wandb = importlib.import_module("wandb")
@@ -58,11 +58,11 @@ class Wandb:
         )  # fmt: skip
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """A row of the run."""
+        """Log a row."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Write what waits; that is known to be done when its service has ended."""
+        """Write buffered rows. They are complete once the service has ended."""
         self._run.finish()
         self._wandb.teardown()
 
@@ -71,7 +71,7 @@ WRITERS: dict[str, tuple[str, Callable[[Settings, int], Writer]]] = {
     "tensorboard": ("tensorboard", TensorBoard),
     "wandb": ("wandb", Wandb),
 }
-"""Name -> package that it needs, and what makes one of the settings and the steps that are done already."""
+"""Name -> required package, and factory from the settings and the number of steps done."""
 
 
 def require_writers(settings: Settings) -> None:
@@ -91,10 +91,10 @@ def _fix(name: str) -> str:
 
 
 class Writers:
-    """All writers of a run. `warn` is told once of each that fails, and why."""
+    """All writers of a run. `warn` gets one message for each writer that fails."""
 
     def __init__(self, settings: Settings, done: int, warn: Callable[[str], None]) -> None:
-        """Raises ValueError for one that cannot begin."""
+        """Raises ValueError for a writer that cannot start."""
         self._warn, self._writers = warn, dict[str, Writer]()
         for name in dict.fromkeys(settings.train.writers):
             try:
@@ -105,13 +105,13 @@ class Writers:
                 raise ValueError(problem("train.writers", name, settings.origins, reason, _fix(name))) from None
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """The numbers of a line of metrics."""
+        """Pass on the numbers of a record of metrics."""
         values = dict(_numbers(record))
         for name, writer in list(self._writers.items()):
             self._try(name, lambda writer=writer: writer.add(record["step"], values))
 
     def close(self) -> None:
-        """End all."""
+        """Close all writers."""
         for name, writer in list(self._writers.items()):
             self._try(name, writer.close)
         self._writers.clear()

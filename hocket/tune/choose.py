@@ -1,6 +1,6 @@
-"""Chooses what is `auto` by the cost of steps: a list of candidates for each setting, weighed by one function.
+"""Chooses `auto` settings by the cost of steps: candidates for each setting, all weighed by one function.
 
-What the simulator does not see is a rule of thumb beside the candidates. `rules.py` has what no simulation can judge.
+Costs outside of the simulation are rules of thumb with the candidates. Choices without simulation are in `rules.py`.
 
 Note: [The strategy that moves least]
 A rank that keeps weights and gradients whole gathers and reduces less: once a step, instead of in every microbatch.
@@ -9,41 +9,39 @@ simulation leaves out. But hidden communication still takes SMs, power and memor
 same time the one that moves the fewest bytes wins. Of these the one that needs the least memory wins.
 
 Note: [The rank with the head]
-A head over a large vocabulary takes as long as several layers. With even stages the rank of the head takes longest for
-every microbatch, and all other ranks wait. So `splits` moves layers one by one from that rank to ranks with less work.
-Ranks that take more layers hold more weights and activations. This includes the first rank, which holds most. So all
-splits on the way are candidates. In merged steps uneven stages leave layers without a partner, and nothing hides the
-all-to-alls of such layers. So the simulator decides whether a gain is real.
+A head over a large vocabulary takes as long as several layers. With even stages the rank with the head takes longest
+for every microbatch, and all other ranks wait. So `splits` moves layers one by one from that rank to ranks with less
+work. Ranks that take more layers hold more weights and activations. This includes the first rank, which holds most. So
+all splits on the way are candidates. In merged steps uneven stages leave layers without a partner, whose all-to-alls
+nothing hides. So the simulator decides whether a gain is real.
 
 Note: [Updates that hide]
-Updates in the next step run beside its first gathers, in the bubble at its start, and beside forwards. The simulator
-does not slow these forwards down, but updates and forwards need the same SMs and the same memory bandwidth. So all time
-in which a rank does both counts as lost. A step with about 2 % to hide by that count became 2.1 % shorter on copy
-engines. On NCCL's kernels it became 0.8 % shorter, which is no more than noise there (two H200,
-`benchmarks/results/updates.json`).
+Updates in the next step overlap its first gathers, the bubble at its start, and forwards. The simulator does not slow
+these forwards down, but updates and forwards share SMs and memory bandwidth. So all time in which a rank does both
+counts as lost. A step with about 2 % to hide by that count became 2.1 % shorter on copy engines. On NCCL's kernels it
+became 0.8 % shorter, which is no more than noise there (two H200, `benchmarks/results/updates.json`).
 
 Note: [As little recomputed as fits]
 A forward that runs again costs time, and hides only all-to-alls that would be exposed. So nothing is recomputed if
 everything fits. Otherwise the shortest step that fits wins; if a set of parts fits, sets with more parts are not tried.
-Of each stage the first layers run forward again, as few as fit: their backwards come last, when all other layers have
-given their memory back. What is offloaded takes no time of the compute lane as long as copies are hidden. Where both
-settings are open, each part is kept, offloaded or recomputed, and what is recomputed is then chosen anew. Pieces of the
-head cost one product of it, whatever their number, which is less than what most recomputation costs: they come first.
+Recomputation applies to the first layers of each stage, as few as fit: their backwards run last, when all other layers
+have freed their memory. Offloading takes no time on the compute lane while its copies are hidden. If both settings are
+open, each part is kept, offloaded or recomputed, and the recomputed parts are then chosen again. Pieces of the loss
+cost one product of the head, for any number of pieces, less than most recomputation. So they are chosen first.
 
 Note: [What a merged step waits for]
 A rank sends the gradient of a chunk and, in the next step, needs one from its neighbour, which sent it at about the
 same time. So each merged step is as long as its compute up to the send, plus the p2p transfer, unless compute is left
 to do after the send: `exposed = max(0, p2p transfer - weight gradients after the send)`. Such weight gradients also
-delay no other rank: a gradient comes through the pipeline sooner, and the bubble is shorter. On the other hand, they
-keep what they work on for longer, and no longer run beside the all-to-all that they hid before. So simulations compare
-none, a few, and all.
+delay no other rank: a gradient passes through the pipeline sooner, and the bubble is shorter. On the other hand, they
+keep their inputs for longer, and no longer overlap the all-to-all that they hid before. So simulations compare none, a
+few, and all.
 
 Note: [The end of a step]
-The rank of the head computes one product more than the others, and is done before them: it sends its last gradient, and
-they still have to pass it on. If weight gradients of the head wait until then, the work that all ranks wait for gets
-shorter, until the other ranks are done as early as that rank. More late weight gradients lengthen the step again. So
-all numbers are simulated. Each late weight gradient keeps the logits' gradients of a microbatch, so memory may allow
-fewer.
+The rank with the head computes one product more than the others, but finishes before them: it sends its last gradient,
+and they still have to pass it on. If weight gradients of the head wait until then, the critical path gets shorter,
+until the other ranks finish as early as that rank. More late weight gradients lengthen the step again. So all numbers
+are simulated. Each late weight gradient keeps the logits' gradients of a microbatch, so memory may allow fewer.
 
 Note: [Each is worth what the others leave]
 Pairs pass their results on one step later. This costs least if all weight gradients run after sends. The number of the
@@ -80,40 +78,40 @@ from hocket.rules import (
 )
 from hocket.sizes import duration
 from hocket.tune.rules import graphs_that_pay, transport_that_fits
-from hocket.tune.trials import WORTH, Changes, Predicted, Trials, fits, gib, memory_of, room, told, too_large, weigh
+from hocket.tune.trials import WORTH, Changes, Predicted, Trials, explain, fits, gib, memory_of, room, too_large, weigh
 
 _FREE = 0.001
-"""Share of a step that must be saved by what takes no memory and moves nothing: where weight gradients run."""
+"""Share of a step that a choice without memory or traffic must save: when weight gradients run."""
 _LATE = 0.005
-"""The same of the head's weight gradients, which take memory."""
+"""The same for late weight gradients of the head, which take memory."""
 _EQUAL = 1.0005
-"""By how much longer a step is that lasts as long."""
+"""Steps within this factor count as equally long."""
 _HIDDEN = 0.02
 """Share of a step that updates in the next one must hide. See Note: [Updates that hide]."""
 _FEWER = 0.97
-"""Largest share of the bytes left by one copy per rank at which it is worth its kernels."""
+"""Largest ratio of bytes at which one copy per rank pays for its additional kernels."""
 _COVERED = 0.6
-"""Share of the compute of a merged layer step that its all-to-alls may take and still be hidden."""
-_PLAIN = 0.05
-"""A gain of this share of the longest rank's time is worth uneven stages, whatever short steps show."""
+"""Share of a merged layer's compute up to which its all-to-alls are hidden."""
+_CLEAR = 0.05
+"""A gain of this share of the longest rank's time justifies uneven stages, whatever short steps show."""
 
 OPEN = (AUTOMATIC, "", (AUTOMATIC,))
 """Values that leave the choice of a setting to hocket."""
 
-Ways = tuple[Sequence[Any], str]
-"""Values to try, the usual one first, and the reason if there is one alone. Those that a rule refuses are left out."""
+Candidates = tuple[Sequence[Any], str]
+"""Values to try, the usual one first, and a reason if only one is left. Values that a rule refuses are dropped."""
 
 
-def _contexts(c: Config, h: Host, trials: Trials) -> Ways:
+def _contexts(c: Config, h: Host, trials: Trials) -> Candidates:
     if GATHERED in named_parts(c.plan.recompute):
         return ["gather"], f"plan.recompute = {show(c.plan.recompute)} means that keys and values are gathered"
     return ["gather", "heads"], ""
 
 
-def _copies(c: Config, h: Host, trials: Trials) -> Ways:
-    """One copy for each rank moves fewer bytes, but needs more kernels, whose launches the simulation leaves out.
+def _copies(c: Config, h: Host, trials: Trials) -> Candidates:
+    """One copy per rank moves fewer bytes, but needs more kernels, whose launches the simulation leaves out.
 
-    So it is for all-to-alls that compute does not cover: where nothing is merged, or where they take nearly as long.
+    So it is chosen for all-to-alls that compute does not cover: nothing is merged, or they take nearly as long.
     """
     if refusal(c, h, {_COPIES: "per_rank"}) is not None:
         return ["per_expert", "per_rank"], ""
@@ -131,9 +129,9 @@ def _copies(c: Config, h: Host, trials: Trials) -> Ways:
 
 
 def seconds_of_experts(costs: CostTable, layout: Layout) -> tuple[float, float]:
-    """(seconds of communication, seconds of compute) of a forward and backward of layers that exchange rows.
+    """(seconds of communication, seconds of compute) of a forward and backward of MoE layers.
 
-    One of each kind of these layers; of what only some of them recompute, the mean.
+    One layer of each kind is counted; parts that only some of them recompute count by their share.
     """
     parts = [(kind.name, part) for kind in layout.layer_types if any(p.way for p in kind.parts) for part in kind.parts]
     seconds = {False: 0.0, True: 0.0}
@@ -145,15 +143,15 @@ def seconds_of_experts(costs: CostTable, layout: Layout) -> tuple[float, float]:
     return seconds[True], seconds[False]
 
 
-def _strategies(c: Config, h: Host, trials: Trials) -> Ways:
-    """That which needs the least memory first."""
+def _strategies(c: Config, h: Host, trials: Trials) -> Candidates:
+    """The strategy that needs the least memory comes first."""
     least, *others = reversed(get_args(Strategy))
     if not memory_of(c, h):
         return [least], f"how much memory a {hardware_of(c).name} rank can use is not known, and this needs the least"
     return [least, *others], ""
 
 
-def _updates(c: Config, h: Host, trials: Trials) -> Ways:
+def _updates(c: Config, h: Host, trials: Trials) -> Candidates:
     """See Note: [Updates that hide]."""
     reasons = {
         "on CPUs nothing runs beside an update": c.train.device != "cuda",
@@ -169,14 +167,14 @@ def _updates(c: Config, h: Host, trials: Trials) -> Ways:
     if reason := next((reason for reason, there in reasons.items() if there), ""):
         return ["end"], reason
     later, step = changed(c, {_UPDATE: "next_step"}), trials.step(c)
-    hidden = step.seconds - trials.step(later).seconds - beside_updates(later, trials)
+    hidden = step.seconds - trials.step(later).seconds - contended_seconds(later, trials)
     whole = step.seconds * c.train.microbatches / step.microbatches
     value = "next_step" if hidden >= _HIDDEN * whole else "end"
     return [value], f"updates in the next step hide {duration(max(0.0, hidden))} of {duration(whole)}"
 
 
-def beside_updates(c: Config, trials: Trials) -> float:
-    """Seconds in which a rank updates some weights while it computes with others, on the rank with the most of them."""
+def contended_seconds(c: Config, trials: Trials) -> float:
+    """Seconds in which a rank updates some weights while it computes with others; the largest of all ranks."""
     count = trials.step(c).microbatches
     program, (starts, ends) = trials.program(c, count), trials.times(c, count)
     spans: list[dict[Lane, list[tuple[float, float]]]] = [{lane: [] for lane in COMPUTING} for _ in program.ranks]
@@ -193,16 +191,16 @@ def beside_updates(c: Config, trials: Trials) -> float:
 
 
 Sizes = tuple[int, ...]
-"""Layers by virtual stage."""
+"""Number of layers per virtual stage."""
 
 
 def splits(layout: Layout, costs: Costs) -> list[tuple[Sizes, float]]:
-    """Splits of layers over virtual stages, and what the longest rank computes for a microbatch then.
+    """Splits of layers over virtual stages, each with the compute time per microbatch of its longest rank.
 
-    The layout's own split comes first, then the split after each layer that moves. A layer moves from the longest stage
-    of the longest rank, mostly the stage with the head, to the first stage of the shortest rank. This goes on while it
-    makes the longest rank shorter. In an interleaved order the backward of the last stage and the forward of the first
-    one run side by side, so they may take as long as two other stages.
+    The layout's own split is first, then the split after each layer that moves. A layer moves from the longest stage
+    of the longest rank, mostly the stage with the head, to the first stage of the shortest rank, while this makes
+    the longest rank shorter. In an interleaved order the backward of the last stage and the forward of the first stage
+    overlap, so together they may take as long as two other stages.
     """
     owners = [layout.owner(stage)[0] for stage in range(layout.stages)]
     fewest = [0, *[1] * (layout.stages - 2), 0] if layout.stages > 1 else [1]
@@ -223,19 +221,19 @@ def splits(layout: Layout, costs: Costs) -> list[tuple[Sizes, float]]:
 
 
 def balanced(layout: Layout, costs: Costs) -> Sizes:
-    """The split with which all ranks compute for the same time, as far as that is possible."""
+    """The split that balances the compute time of all ranks best."""
     return splits(layout, costs)[-1][0]
 
 
 def stage_seconds(layout: Layout, costs: Costs, sizes: Sizes) -> tuple[list[float], list[float]]:
-    """What stages, and what ranks, compute for a microbatch with so many layers per stage."""
+    """Compute time per microbatch of stages and of ranks, for the given layers per stage."""
     layout = replace(layout, bounds=tuple(accumulate(sizes, initial=0)))
 
     @cache
     def seconds(part: str, kind: int, *verbs: Verb) -> float:
         return sum(float(costs.of(Op(verb, part, 0, 0, kind)).seconds) for verb in verbs)
 
-    alike = {kind: layout.kinds.index(kind) for kind in layout.kinds}  # a layer of each kind costs what all of it do
+    alike = {kind: layout.kinds.index(kind) for kind in layout.kinds}  # all layers of a kind cost the same
     stages, ranks = list[float](), [0.0] * layout.pp
     for stage, (start, stop) in enumerate(pairwise(layout.bounds)):
         took = seconds("embed", -1, "fwd", "bwd", "wgrad") if stage == 0 else 0.0
@@ -251,10 +249,10 @@ def stage_seconds(layout: Layout, costs: Costs, sizes: Sizes) -> tuple[list[floa
     return stages, ranks
 
 
-def _splits(c: Config, h: Host, trials: Trials) -> Ways:
-    """Even stages, and the most balanced ones that fit, if the rank of a heavy head computes for a shorter time then.
+def _splits(c: Config, h: Host, trials: Trials) -> Candidates:
+    """Even stages, and the most balanced split that fits, if it shortens the compute of the longest rank.
 
-    Short steps show less of a gain than whole ones, so even stages are no candidate beside a large gain.
+    Short steps show less of a gain than whole ones, so a large gain excludes even stages.
     """
     if c.mesh.pp == 1:
         return [()], ""  # without a pipeline there are no stages to choose
@@ -266,7 +264,7 @@ def _splits(c: Config, h: Host, trials: Trials) -> Ways:
             return [()], f"uneven stages bring little: {times}"
         step = trials.step(changed(c, {_STAGES: sizes}))
         if not memory or step.fits(memory) or step.nbytes <= plain.nbytes:
-            return [sizes] if after <= (1 - _PLAIN) * before else [(), sizes], times
+            return [sizes] if after <= (1 - _CLEAR) * before else [(), sizes], times
         large = large or too_large(show(sizes), step, memory)
     reason = (
         f"no uneven stages fit into memory{large}" if others else "moving a layer would make no rank's work shorter"
@@ -275,10 +273,10 @@ def _splits(c: Config, h: Host, trials: Trials) -> Ways:
 
 
 class Knob(NamedTuple):
-    """How a setting is chosen: its candidates, and what is special about weighing them."""
+    """How a setting is chosen: its candidates, and how they are weighed."""
 
     setting: str
-    ways: Callable[[Config, Host, Trials], Ways]
+    ways: Callable[[Config, Host, Trials], Candidates]
     worth: float = WORTH
     prefer: Callable[[Predicted], float] = lambda step: 0.0
 
@@ -307,13 +305,13 @@ KNOBS: tuple[Knob, ...] = (
     Knob(_UPDATE, _updates),
     Knob(_STAGES, _splits),
 )
-"""Settings that are chosen before memory is made room for."""
+"""Settings that are chosen before `choose_room` makes room in memory."""
 
 
 def choices(c: Config, host: Host, trials: Trials, made: Collection[str]) -> Iterator[Choice]:
-    """Every choice by cost that a sound configuration leaves open. Each finds what it builds on chosen before it.
+    """Every choice by cost that a valid configuration leaves open. Later choices build on earlier ones.
 
-    `made` are the open settings that rules have chosen already; choices by cost override them.
+    `made` are the open settings that rules have already chosen; choices by cost override them.
     """
     by_rules = (partial(transport_that_fits, open_=made), partial(graphs_that_pay, open_=made))
     by_cost = (*(knob.choose for knob in KNOBS), choose_room, choose_deferral)
@@ -328,7 +326,7 @@ def part_sets(c: Config, setting: str) -> list[tuple[str, ...]]:
     """Every set of parts that may be recomputed, or offloaded, the smaller ones first."""
     if setting == _RECOMPUTE:
         parts = recomputable(c.model.kinds(), 1 if c.overlap.cp.method == "heads" else c.mesh.cp)
-    else:  # the host's memory keeps none where ranks compute in it
+    else:  # CPU ranks compute in host memory, so offloading frees none
         parts = () if hardware_of(c).name == LAPTOP.name else offloadable(c.model.kinds())
     return list(chain.from_iterable(combinations(parts, count) for count in range(len(parts) + 1)))
 
@@ -337,24 +335,24 @@ def choose_room(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
     """Pieces of the loss, offloaded and recomputed parts: see Note: [As little recomputed as fits]."""
     for setting in (_LOSS, _OFFLOAD, _RECOMPUTE):
         if leaf(c, setting) in OPEN:
-            value, reason = _relieved(c, host, trials, setting, _reliefs(c, setting))
+            value, reason = _choose_relief(c, host, trials, setting, _reliefs(c, setting))
             c = changed(c, {setting: value})
             yield setting, value, reason
 
 
 def _reliefs(c: Config, setting: str) -> list[Changes]:
-    """What may give time for memory, nothing first. Where recomputed parts are open too, they are tried together."""
+    """Candidates that trade time for memory, the one without any first. Recomputed parts that are open are included."""
     if setting == _LOSS:
         return [{_LOSS: count} for count in (1, 2, 4, 8, 16, 32, 64)]
     if setting == _RECOMPUTE:
         return [{_RECOMPUTE: parts} for parts in part_sets(c, _RECOMPUTE)]
     again = part_sets(c, _RECOMPUTE) if c.plan.recompute in OPEN else [c.plan.recompute]
     ways: list[Changes] = [{_OFFLOAD: some, _RECOMPUTE: parts} for parts in again for some in part_sets(c, _OFFLOAD)]
-    return sorted(ways, key=lambda way: len(_does(way)))
+    return sorted(ways, key=lambda way: len(_freed(way)))
 
 
-def _relieved(c: Config, host: Host, trials: Trials, setting: str, ways: list[Changes]) -> tuple[Any, str]:
-    """The value of a setting that gives time for memory: none of it if a step fits without, else as little as fits."""
+def _choose_relief(c: Config, host: Host, trials: Trials, setting: str, ways: list[Changes]) -> tuple[Any, str]:
+    """The value of a setting that trades time for memory: none if the step fits without, else as little as fits."""
     memory, plain = memory_of(c, host), trials.step(changed(c, ways[0]))
     if not memory:
         return ways[0][setting], f"how much memory a {hardware_of(c).name} rank can use is not known"
@@ -366,17 +364,17 @@ def _relieved(c: Config, host: Host, trials: Trials, setting: str, ways: list[Ch
         return ways[0][setting], next(filter(None, refusals), "nothing can be kept elsewhere")
     fitting = list[Changes]()
     for way in ways[1:]:
-        more = any(_does(fewer) < _does(way) for fewer in fitting)
+        more = any(_freed(fewer) < _freed(way) for fewer in fitting)
         if not more and trials.step(changed(c, way)).fits(memory):
             fitting.append(way)
-    most = max(len(_does(way)) for way in ways)
-    way, why = weigh(c, [ways[0], *(fitting or (w for w in ways[1:] if len(_does(w)) == most))], trials, memory, 0.0)
+    most = max(len(_freed(way)) for way in ways)
+    way, why = weigh(c, [ways[0], *(fitting or (w for w in ways[1:] if len(_freed(w)) == most))], trials, memory, 0.0)
     value, layers = way[setting], most_layers(c)
     if way is ways[0]:
         return value, why
 
     def some(count: int) -> Changes:
-        """The parts in so many layers of each stage."""
+        """The parts in `count` layers of each stage."""
         return {**way, setting: tuple(f"{part}:{count}" for part in value)}
 
     if fitting and isinstance(value, tuple) and value:
@@ -384,16 +382,16 @@ def _relieved(c: Config, host: Host, trials: Trials, setting: str, ways: list[Ch
         value = some(count)[setting] if count < layers else value
     ways = [ways[0], {**way, setting: value}]
     steps = [plain, trials.step(changed(c, ways[1]))]
-    return value, told(ways, steps, 1, [0] if fitting else [0, 1], memory)
+    return value, explain(ways, steps, 1, [0] if fitting else [0, 1], memory)
 
 
-def _does(way: Changes) -> set[tuple[str, Any]]:
-    """(setting, part) of what is not kept."""
+def _freed(way: Changes) -> set[tuple[str, Any]]:
+    """(setting, part) of parts that are recomputed or offloaded."""
     return {(name, part) for name, parts in way.items() if isinstance(parts, tuple) for part in named_parts(parts)}
 
 
 def _least(most: int, good: Callable[[int], bool]) -> int:
-    """The least number from 1 that is good, where all larger ones are, and `most` is."""
+    """The smallest good number from 1 to `most`, if goodness is monotonic and `most` is good."""
     bad = 0
     while most - bad > 1:
         middle = (bad + most) // 2
@@ -403,11 +401,11 @@ def _least(most: int, good: Callable[[int], bool]) -> int:
 
 _ENDS, _LAYERS, _HEADS = "overlap.ep.merge_ends", "overlap.pp.defer_layers", "overlap.pp.defer_head"
 DEFERRAL: dict[str, tuple[Any, Any]] = {_ENDS: ("off", "on"), _LAYERS: (0, -1), _HEADS: (0, -1)}
-"""Settings of what is deferred -> their least and their most."""
+"""Settings of deferral -> their smallest and largest value."""
 
 
 def _no_pairs(c: Config) -> str | None:
-    """Why pairs at the ends cannot help, without a simulation; None if they may."""
+    """Why pairs at the ends cannot help, found without a simulation; None if they may."""
     if not c.rows_travel:
         return "there is no expert all-to-all to hide"
     enough = 2 * c.mesh.pp  # see Note: [Pairs at the ends]
@@ -419,7 +417,7 @@ def _no_pairs(c: Config) -> str | None:
 
 
 def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
-    """Which weight gradients wait, and whether the ends of a merged order are merged: one choice of three settings.
+    """Which weight gradients are deferred, and whether the ends of a merged order are merged: three settings at once.
 
     See Note: [Each is worth what the others leave].
     """
@@ -431,20 +429,20 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
         refused[_ENDS] = _no_pairs(c)
     refused = {name: why for name, why in refused.items() if why is not None}
     given |= {name: DEFERRAL[name][0] for name in refused}
-    # Backwards alone always have their first part after the send. As many layers as a stage has are all of them.
+    # A backward alone always runs its first part after the send. As many layers as a stage has are the same as all.
     whole = (layers for layers in (1, 2) if layers < most_layers(c))
     late = (*((0,) if c.overlap.ep.merge == "on" else ()), "attn:1", "attn:2", -1, *whole)
     covers = [{_LAYERS: layers} for layers in ((given[_LAYERS],) if _LAYERS in given else late)]
     memory, reasons = memory_of(c, host), {_ENDS: "", _HEADS: "the rank of the head computes until the end"}
 
     def deferred(ends: Switch, covers: Sequence[Changes]) -> tuple[Changes, str]:
-        """The shortest step with or without pairs, by descent, and why its cover is the best."""
+        """The shortest step with or without pairs, by coordinate descent, and the reason for its cover."""
         heads, found = given.get(_HEADS, 0), list[tuple[Changes, str]]()
         for _ in covers:
             way, why = weigh(c, [{_ENDS: ends, **cover, _HEADS: heads} for cover in covers], trials, worth=_FREE)
             if found and way[_LAYERS] == found[-1][0][_LAYERS]:
                 break
-            heads = given[_HEADS] if _HEADS in given else suiting(_late(c, trials, way))
+            heads = given[_HEADS] if _HEADS in given else fewest_late(_late(c, trials, way))
             found.append(({**way, _HEADS: heads}, why))
         return min(found, key=lambda each: trials.step(changed(c, each[0])).seconds)
 
@@ -464,8 +462,8 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
         rank = layout_of(c).owner(layout_of(c).stages - 1)[0]
 
         def fit(heads: int) -> bool:
-            """Whether so many leave the rank of the head enough memory."""
-            return not memory or fits(trials.step(changed(c, {**way, _HEADS: heads})).held(rank), memory)
+            """Whether so many leave enough memory on the rank with the head."""
+            return not memory or fits(trials.step(changed(c, {**way, _HEADS: heads})).peak(rank), memory)
 
         heads = wanted if not wanted or fit(wanted) else _least(wanted, lambda n: not fit(n)) - 1
         if heads < wanted:
@@ -473,14 +471,14 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
         if len(tried) > 1:
             ways = [{**way, _HEADS: n} for n in (0, heads or min(sorted(tried)[1:], key=tried.__getitem__))]
             steps = [trials.step(changed(c, each)) for each in ways]
-            reasons[_HEADS] = told(ways, steps, int(heads > 0), (), 0)
+            reasons[_HEADS] = explain(ways, steps, int(heads > 0), (), 0)
         if heads < wanted:
             reasons[_HEADS] += f"; for {wanted} late ones, for which there is time, there is no memory"
     yield from ((name, way[name], refused.get(name, reasons[name])) for name in DEFERRAL)
 
 
 def _late(c: Config, trials: Trials, way: Changes) -> dict[int, float]:
-    """Numbers of the head's weight gradients, and what a step takes with them: see Note: [The end of a step]."""
+    """Numbers of late weight gradients of the head -> seconds of the step: see Note: [The end of a step]."""
     count, tried = trials.step(changed(c, way)).microbatches, dict[int, float]()
 
     def seconds(heads: int) -> float:
@@ -492,7 +490,7 @@ def _late(c: Config, trials: Trials, way: Changes) -> dict[int, float]:
     return tried
 
 
-def suiting(tried: Mapping[int, float]) -> int:
-    """The fewest with which a step is about the shortest; 0 if they shorten it by little."""
+def fewest_late(tried: Mapping[int, float]) -> int:
+    """The smallest number with about the shortest step; 0 if the gain is small."""
     found = min(number for number, seconds in tried.items() if seconds <= _EQUAL * min(tried.values()))
     return found if tried[found] <= (1 - _LATE) * tried[0] else 0

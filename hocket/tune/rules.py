@@ -1,9 +1,9 @@
 """Chooses what no simulation can judge: the transport, recorded steps, tensor-parallel pieces, the assumed network.
 
-A kernel that communicates takes SMs from the compute beside it, and slows that compute down by more than this share. A
-copy takes no SM. All steps in `benchmarks/results` that were measured on both are faster on copies, by 1 to 17 %. The
-simulator sees neither this nor the host that issues ops. So copy engines are chosen where they can serve and their
-buffers fit, and steps are recorded where the host would be late.
+A communication kernel takes SMs from concurrent compute, and slows that compute down by more than this share. A copy
+takes no SM. All steps in `benchmarks/results` that were measured on both are faster on copies, by 1 to 17 %. The
+simulator models neither this nor the time to issue ops. So copy engines are chosen if they work and their buffers fit,
+and steps are recorded if the host would be too slow.
 
 Note: [One transport for all groups]
 Groups with ranks on several hosts need NCCL's kernels, and all groups have the same transport. So a mesh on several
@@ -11,11 +11,11 @@ hosts uses NCCL for all groups, also for groups that stay inside a host.
 
 Note: [What recorded steps cost]
 If the host issues the ops of a step one by one and GPUs are faster than that, a step lasts as long as the host needs. A
-replayed step lasts as long as its GPUs need. It costs memory: see `Note: [What a graph holds]`. If experts' rows
-travel, it needs splits that only the devices know, room for more rows than arrive, and kernels that store rows. Shapes
-must be the same in each step; packed documents need extra room for that. Profiled steps and validations still run op by
-op. If a step has no room for its rows, it runs twice. The next step is recorded anew with more room, if that fits
-(`RowRoom.again`). If GPUs have enough to do, hosts that know the splits cost nothing, and NCCL or copy engines slow
+replayed step lasts as long as its GPUs need. It costs memory: see `Note: [What a graph holds]`. With an expert
+all-to-all it needs splits that only the devices know, room for more rows than arrive, and kernels that store rows.
+Shapes must be the same in each step; packed documents need extra room for that. Profiled steps and validations still
+run op by op. If a step has no room for its rows, it runs twice. The next step is recorded again with more room, if that
+fits (`RowRoom.again`). If GPUs are busy enough, hosts that know the splits cost nothing, and NCCL or copy engines slow
 down products less.
 """
 
@@ -39,27 +39,27 @@ from hocket.variables import no_copies
 
 TRANSPORT, GRAPHS, SPLITS = "train.transport", "plan.graphs", "overlap.ep.splits"
 CHOSEN_BY_IT = TRANSPORT, "overlap.dp.update"
-"""Settings that are chosen anew if copy engines turn out not to work."""
+"""Settings that are chosen again if copy engines turn out not to work."""
 _COPY_ENGINE = "copy_engine"
 _BY_HOST = "host", "room for as many rows as come; splits that the device alone knows pay in replayed steps"
 _LATE = 0.75
 """A host counts as late if it needs more than this share of the GPUs' time: some hosts are a third slower than
 others."""
 WORTH_PIECES = 1.03
-"""Factor by which a tensor-parallel method with pieces must be faster than the best one without to be chosen."""
+"""Speed-up over the best tensor-parallel method without pieces that a method with pieces needs to be chosen."""
 
 # -- Transport ---------------------------------------------------------------------------------------------------------
 
 
 def choose_transport(c: Config, h: Host) -> tuple[str, str]:
-    """By what can serve."""
+    """The transport, by what works on the host."""
     each = ranks_of_a_host(c, h)
     reasons = {
         "no group that copy engines serve has several ranks": not any(c.mesh.members(p) > 1 for p in _served(c)),
         f"copy engines reach the GPUs of one host, and of {c.mesh.world} ranks {each} are on each": (
             leaves_host(c, h, "control")
         ),
-        # whose pieces copy engines move
+        # copy engines move the pieces of tensor parallelism too
         "only where they are asked for: copy engines beside tensor-parallel ranks have not been timed": c.mesh.tp > 1,
         _host_against(h): bool(_host_against(h)),
     }
@@ -74,7 +74,7 @@ def choose_transport(c: Config, h: Host) -> tuple[str, str]:
 
 
 def _served(c: Config) -> Iterator[Purpose]:
-    """The purposes of groups that copy engines would serve and that something is sent on."""
+    """The purposes of groups that copy engines would serve and that carry data."""
     for purpose in COPIED[_COPY_ENGINE]:
         if c.model.has_experts or not (purpose == "a2a" or purpose.endswith("_experts")):
             yield purpose
@@ -86,23 +86,23 @@ def _host_against(h: Host) -> str:
 
 
 def chose_copies(c: Config, decisions: Collection[Decision]) -> bool:
-    """Whether hocket chose copy engines, without a user's demand for them."""
+    """Whether hocket chose copy engines, without a request by the user."""
     return c.train.transport == _COPY_ENGINE and any(d.setting == TRANSPORT and d.chosen for d in decisions)
 
 
 def lost_copies(h: Host, decisions: Collection[Decision]) -> Iterator[str]:
-    """What to say where a run begins that would be on copy engines, were it not for something on its host."""
+    """A message at the start of a run that would use copy engines if something on its host did not prevent it."""
     for decision in decisions:
         if decision.setting == TRANSPORT and decision.chosen and decision.reason == _host_against(h):
             yield str(decision)
 
 
 def transport_that_fits(c: Config, h: Host, trials: Trials, open_: Collection[str]) -> Iterator[Choice]:
-    """NCCL, where copy engines were chosen by rules and their buffers leave a step no room.
+    """NCCL, if rules chose copy engines and the step with their buffers does not fit.
 
-    NCCL is chosen where a step fits with it and not with copies, or with neither. What else is open is taken as it
+    NCCL is chosen if a step fits with it and not with copies, or with neither. Other open settings are taken as they
     would be with NCCL, and parts as recomputed only if no step fits otherwise. `open_` are the settings that were left
-    open. `c` is sound.
+    open. `c` is valid.
     """
     memory = memory_of(c, h)
     if TRANSPORT not in open_ or c.train.transport != _COPY_ENGINE or not memory or trials.step(c).fits(memory):
@@ -139,7 +139,7 @@ def choose_graphs(c: Config, h: Host) -> tuple[str, str]:
 
 
 def choose_splits(c: Config, h: Host) -> tuple[str, str]:
-    """The splits that the choice of graphs needs, if rows travel."""
+    """The splits that the choice of graphs needs, if there is an expert all-to-all."""
     if not c.rows_travel:
         return "host", ""
     if c.plan.graphs == "on":
@@ -162,7 +162,7 @@ def _pays(c: Config, h: Host, trials: Trials, decided: bool) -> tuple[bool, str]
     memory, name = memory_of(c, h), hardware_of(c).name
     if not memory:
         return False, f"how much memory a {name} rank can use is not known, and a graph keeps its own"
-    # With rows that devices can place, and with the least memory, as far as that is open.
+    # With splits on the device if they are open, and with the least memory.
     least = {"overlap.ep.copies": "per_expert", "overlap.dp.strategy": "optim_grads_params"}
     step = trials.step(changed(c, {name: value for name, value in least.items() if leaf(c, name) == "auto"}))
     host = issued(c, hardware_of(c)) * step.ops
@@ -179,9 +179,9 @@ def _pays(c: Config, h: Host, trials: Trials, decided: bool) -> tuple[bool, str]
 
 
 def choose_tensor(c: Config, h: Host) -> list[Choice]:
-    """A method for every role and direction that is left open; nothing if none is.
+    """A method for every role and direction that is left open; an empty list if none is.
 
-    Without tensor parallelism all is off, and there is no reason to give: nothing was chosen.
+    Without tensor parallelism all are off, without a reason, since there was no choice.
     """
     if not c.overlap.tp.open:
         return []
@@ -196,7 +196,7 @@ def choose_tensor(c: Config, h: Host) -> list[Choice]:
 
 
 def _method(c: Config, h: Host, role: Role, direction: Direction) -> tuple[Method, str]:
-    """More pieces hide more communication, and take the host longer. So pieces must come in time, and be worth it."""
+    """More pieces hide more communication, but take the host longer. So they must be issued in time and pay off."""
     hardware, cell, method = hardware_of(c), cell_of(c, role, direction), possible(role, direction)[-1]
     worse, splits = without_pieces(c, cell), splits_for(c, cell, method)
     beside = "; the second gather of the input is hidden beside the input gradient" if worse == "bulk" else ""
@@ -213,7 +213,7 @@ def _method(c: Config, h: Host, role: Role, direction: Direction) -> tuple[Metho
 
 
 def choose_network(c: Config, h: Host) -> Iterator[Choice]:
-    """What hocket assumes about the network of several hosts. A single host needs no assumption."""
+    """The assumed network between hosts. A single host needs none."""
     each = ranks_of_a_host(c, h)
     if each < c.mesh.world:
         yield "network.ranks_per_host", each, f"{c.mesh.world} ranks on {c.mesh.world // each} hosts"

@@ -1,4 +1,4 @@
-"""Searches the settings of the plan that make a step shortest under a memory cap, and reports them. Imports no torch.
+"""Searches the plan settings that make a step shortest under a memory cap, and reports them. Imports no torch.
 
 Note: [How the search goes]
 All combinations would be tens of thousands of plans. So the search prices all orders of microbatches and stages, each
@@ -6,9 +6,8 @@ as given and, under a cap, with the strategy and the recomputed parts that `auto
 order that needs much memory may be the best one with a part recomputed. It then improves the best plans of three orders
 group by group, and tries all combinations inside a group. If a value makes a step shorter but too large, or smaller but
 longer, the search tries it again with the parts recomputed that `auto` chooses. In the end it undoes changes that gain
-nothing. The number of operations in a step bounds the number of simulations, and no clock does. So the same command
-finds the same plan. Compared with all combinations of small recipes the search stays within 1 %
-(`tests/plan/test_search.py`).
+nothing. The search is bounded by the number of simulated operations, not by time, so the same command finds the same
+plan. Compared with all combinations of small recipes the search stays within 1 % (`tests/plan/test_search.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Choice(NamedTuple):
     setting: str
     values: Callable[[Config, CostTable], Sequence[Any]]
     instead: bool = False
-    """Whether these values, if there are any, replace the setting's present value instead of joining it."""
+    """Whether the values, if there are any, replace the setting's present value instead of joining it."""
 
 
 def _orders(c: Config, costs: CostTable) -> Sequence[str]:
@@ -77,14 +76,14 @@ def _chunks(c: Config, costs: CostTable) -> Sequence[int]:
 
 
 def _balanced(c: Config, costs: CostTable) -> Sequence[tuple[int, ...]]:
-    """The split with which all ranks compute for the same time."""
+    """The split that balances the compute time of all ranks."""
     if c.mesh.pp == 1 or c.mesh.pp * c.plan.chunks > c.model.layers + 2:
         return ()
     return [balanced(layout_of(changed(c, {STAGES: ()})), costs)]
 
 
 def _parts(setting: str) -> Callable[[Config, CostTable], list[tuple[str, ...]]]:
-    """What is recomputed or offloaded without one of its parts, and with one more, in all layers."""
+    """The recomputed or offloaded parts without one of them, and with one more in all layers."""
 
     def values(c: Config, costs: CostTable) -> list[tuple[str, ...]]:
         items: tuple[str, ...] = leaf(c, setting)
@@ -96,7 +95,7 @@ def _parts(setting: str) -> Callable[[Config, CostTable], list[tuple[str, ...]]]
 
 
 def _groups(c: Config, costs: CostTable) -> Sequence[int]:
-    """The smallest group, and one so large that the p2p transfer around the ring has time."""
+    """The smallest group, and one large enough to hide the p2p transfer around the ring."""
     return (0, 2 * c.mesh.pp) if c.mesh.pp > 1 else ()
 
 
@@ -146,7 +145,7 @@ _CHOSEN_ONCE = (
     "overlap.pp.defer_layers",
     "overlap.pp.defer_head",
 )
-"""Settings that `auto` chooses by simulating steps. That is too slow to do for every plan of a search."""
+"""Settings that `auto` chooses by simulating steps, which is too slow for every plan of a search."""
 
 
 # -- The search --------------------------------------------------------------------------------------------------------
@@ -159,7 +158,7 @@ class Task:
     config: Config
     """The configuration as the user gave it. Automatic settings are still open."""
     origins: Mapping[str, str]
-    """Where settings come from. What the user set on the command line stays as it is."""
+    """Where settings were set. Settings from the command line stay fixed."""
     resolve: Callable[..., Settings]
     """From a configuration, origins, `price` and `memory` (0: the hardware's) to settings, or a ValueError."""
     cap: int = 0
@@ -177,9 +176,9 @@ class Task:
 
     @cached_property
     def chosen_once(self) -> Task:
-        """The same, with what `auto` would choose by simulating chosen as for the plan that the search begins with."""
+        """The same task, with the settings that `auto` would choose by simulation fixed as in the first plan."""
         chosen = {name: leaf(self.start, name) for name in _CHOSEN_ONCE}
-        if self.start.overlap.ep.merge_ends == "off":  # which is always possible
+        if self.start.overlap.ep.merge_ends == "off":  # "off" is always possible
             chosen["overlap.ep.merge_ends"] = "off"
         return replace(self, config=changed(self.config, chosen))
 
@@ -202,7 +201,7 @@ class Trial:
     """Operations that were simulated for it."""
 
     def fits(self, cap: int) -> bool:
-        """Whether it keeps to a cap; 0 is none."""
+        """Whether it keeps to a cap; 0 means no cap."""
         return not cap or self.nbytes <= cap
 
 
@@ -214,7 +213,7 @@ class Result:
     """Plans from the first one to the winner. Each has one change more than the one before. All are simulated in
     full."""
     fits: bool
-    """Whether the winner keeps to the cap. If not, no plan did, and the winner is one that needs least."""
+    """Whether the winner keeps to the cap. If not, no plan did, and the winner is one that needs the least memory."""
     tried: int
     """Different plans that were priced."""
     seconds: float
@@ -253,8 +252,8 @@ class Search:
         return len({plan for plan, _ in self._trials})
 
     def path(self) -> tuple[Trial, ...]:
-        """Search. The way to the winner, one change at a time. Dependent changes come together."""
-        winner = self._pruned(self._best([self._swept(lead) for lead in self._leads()]))
+        """Search. Returns the path to the winner, one change at a time. Dependent changes come together."""
+        winner = self._pruned(self._best([self._improved(lead) for lead in self._leads()]))
         path, changes = [self._tried({}, whole=True)], dict[str, Any]()
         for name in (name for name in SEARCHED if name in winner.changes):
             changes[name] = winner.changes[name]
@@ -278,7 +277,7 @@ class Search:
             leads.setdefault((plan.plan.order, plan.overlap.ep.merge, plan.plan.chunks), trial)
         return list(leads.values())[:BEAM]
 
-    def _swept(self, trial: Trial) -> Trial:
+    def _improved(self, trial: Trial) -> Trial:
         """A plan improved by every group in turn. A group is tried again as long as it helps."""
         for group in self._groups:
             while (found := self._best([trial, self._best([trial, *self._around(trial, group)], 0.0)])) is not trial:
@@ -320,7 +319,7 @@ class Search:
         return trial
 
     def _as_auto(self, changes: Changes, names: Collection[str]) -> Trial | None:
-        """A plan with some settings as `auto` chooses them under the cap. None where the rules refuse that."""
+        """A plan with some settings as `auto` chooses them under the cap. None if the rules refuse that."""
         names = [name for name in names if name not in self._task.origins]
         if not self._cap or not names:
             return None
@@ -339,7 +338,7 @@ class Search:
         return trial
 
     def trial(self, changes: Changes, whole: bool = False) -> Trial | None:
-        """The simulation of a plan. None if rules refuse it, if a setting would have no effect, or if all is spent.
+        """The simulation of a plan. None if rules refuse it, if a setting has no effect, or if the budget is spent.
 
         Without `whole` a long step may be priced by its period: see Note: [Long steps are priced by their period].
         """
@@ -450,8 +449,7 @@ def _notes(task: Task, result: Result, gain: float) -> Iterator[str]:
 def words(task: Task, changes: Changes) -> list[str]:
     """Words for `hocket train` that give a plan: recipe or file, the user's settings, and what the search changed.
 
-    Also what `auto` would choose otherwise there: the search left some of it as it was chosen for the plan that it
-    began with.
+    Also settings that `auto` would now choose differently: the search fixed some as chosen for its first plan.
     """
     settings, names = task.chosen_once.settled(changes), set(changes)
     while True:
@@ -464,7 +462,7 @@ def words(task: Task, changes: Changes) -> list[str]:
 
 
 def _works(task: Task, settings: Settings, names: set[str]) -> bool:
-    """Whether the rules take these values where a user sets them: some have no effect beside the others."""
+    """Whether the rules accept these values from a user: some have no effect with the others."""
     try:
         task.settled({name: leaf(settings, name) for name in names})
     except ValueError:

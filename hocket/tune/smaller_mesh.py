@@ -1,15 +1,15 @@
-"""A smaller mesh for a run whose hosts have become fewer: `torchrun --nnodes 1:2` starts what is left again.
+"""A smaller mesh for a run that lost hosts: `torchrun --nnodes 1:2` restarts what is left.
 
 Note: [What a smaller mesh must hold]
-Fewer ranks share weights and the optimizer's state, so each has more of them. The first mesh whose step is predicted to
-fit is taken. What the run left open counts as what needs the least memory, for the choices that come later know the
-memory too. If no mesh fits, the one that needs least is taken, and the run says so: predictions may be wrong, and a run
-that ends for want of memory says that itself.
+Fewer ranks share weights and the optimizer's state, so each holds more of them. The first mesh whose step is predicted
+to fit is taken. Settings that the run left open count at their least memory, because later choices know the memory
+too. If no mesh fits, the one that needs least is taken, and the run says so: predictions may be wrong, and a run that
+runs out of memory reports that itself.
 
 Note: [Settings that a smaller mesh gives up]
-A setting of how a step runs may have no effect on a smaller mesh, or be impossible there: `overlap.dp.prefetch` with
-one data-parallel rank. It goes back to its default, and the run says so. Otherwise a rule would refuse that mesh, and
-with it the run. What a step computes is never given up. What the whole mesh does not allow either is refused.
+A setting of how a step runs may be without effect or impossible on a smaller mesh: `overlap.dp.prefetch` with one
+data-parallel rank. It is reset to its default, and the run says so. Otherwise a rule would refuse that mesh, and with
+it the run. Settings of what a step computes are never given up, nor those that the whole mesh does not allow either.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _CHANGED = (*(f"mesh.{field.name}" for field in dataclasses.fields(MeshConfig)),
 RECOMPUTE = "plan.recompute"
 
 Settle = Callable[[Config], tuple[Config, Config] | None]
-"""Gives (the configuration without what it gives up, the same after all choices that need no costs), or None if a rule
-refuses it."""
+"""Returns (the configuration without what it gives up, the same after all choices that need no costs), or None if a
+rule refuses it."""
 
 _HOW = ("overlap.", "plan.", "network.")
-"""Sections that say how a step runs."""
+"""Sections of settings that define how a step runs."""
 
 
 def gives_up(rule: Rule) -> bool:
-    """Whether a setting that breaks this rule goes: see Note: [Settings that a smaller mesh gives up]."""
+    """Whether a setting that breaks this rule is given up: Note: [Settings that a smaller mesh gives up]."""
     return rule.settings[0].startswith(_HOW) or rule.without_effect
 
 
 def smaller_mesh(
     config: Config, host: Host, origins: Mapping[str, str], settle: Settle, trials: Trials
 ) -> tuple[Config, list[Decision]]:
-    """A configuration for the processes that were started, where `run.elastic` allows fewer of them than ranks.
+    """A configuration for fewer processes than ranks, if `run.elastic` allows it.
 
-    It takes the first mesh of `_smaller` that no rule refuses and whose memory suffices: see Note: [What a smaller mesh
-    must hold]. The decisions say what changes. If rules refuse all of them, it is the first, for rules say why. Raises
-    ValueError if there is none.
+    It has the first mesh of `_smaller` that no rule refuses and whose memory suffices: see Note: [What a smaller mesh
+    must hold]. The decisions say what changes. If rules refuse all meshes, it is the first one, and the rules say why.
+    Raises ValueError if there is no such mesh.
     """
     ranks = host.workers
     if not config.run.elastic or not 0 < ranks < config.mesh.world:
@@ -69,10 +69,10 @@ def smaller_mesh(
         asked, value = leaf(config, name), leaf(found, name)
         if asked == value:
             continue
-        whence = source(config, origins, name)
+        origin = source(config, origins, name)
         reasons = ("the sequences of a step stay as many",) if name == "train.microbatches" else (reason, *why)
         decisions.append(
-            Decision(setting=name, value=value, asked=asked, source=whence, reasons=reasons, given_up=True)
+            Decision(setting=name, value=value, asked=asked, source=origin, reasons=reasons, given_up=True)
         )
     return found, decisions
 
@@ -85,7 +85,7 @@ def _chosen(meshes: list[Config], settle: Settle, host: Host, trials: Trials) ->
         if runs is None:
             continue
         memory = memory_of(runs[1], host)
-        needed = trials.step(_lean(*runs)).nbytes if memory else 0
+        needed = trials.step(_least_memory(*runs)).nbytes if memory else 0
         if not memory or fits(needed, memory):
             return each, (passed,) if passed else ()
         passed = passed or f"a step of {described(each.mesh)} would need {gib(needed)} of {gib(room(memory))}"
@@ -96,8 +96,8 @@ def _chosen(meshes: list[Config], settle: Settle, host: Host, trials: Trials) ->
     return found, (f"none is predicted to fit: {passed}, and one of this mesh {gib(needed)}",)
 
 
-def _lean(asked: Config, settled: Config) -> Config:
-    """What a run needs at least that has what was `asked` for: see Note: [What a smaller mesh must hold]."""
+def _least_memory(asked: Config, settled: Config) -> Config:
+    """The settled configuration with open settings at their least memory: Note: [What a smaller mesh must hold]."""
     parts = recomputable(settled.model.kinds(), settled.mesh.cp)
     least = {
         RECOMPUTE: parts, "overlap.dp.strategy": "optim_grads_params", "plan.graphs": "off", "train.transport": "nccl",
@@ -107,7 +107,7 @@ def _lean(asked: Config, settled: Config) -> Config:
 
 
 def _smaller(config: Config, ranks: int) -> Iterator[Config]:
-    """Configurations of so many ranks with the same batch. First those with more of tp, then pp, cp, shard, ep."""
+    """Configurations of `ranks` ranks with the same batch, ordered by decreasing tp, pp, cp, shard, ep."""
     mesh, train = config.mesh, config.train
     for tp, pp, cp in itertools.product(*map(_divisors, (mesh.tp, mesh.pp, mesh.cp))):
         dp, rest = divmod(ranks, tp * pp * cp)
@@ -123,5 +123,5 @@ def _smaller(config: Config, ranks: int) -> Iterator[Config]:
 
 
 def _divisors(number: int) -> list[int]:
-    """The largest first; of 0, which leaves something out, 0 itself."""
+    """The divisors of a number, the largest first; [0] for 0, an unused axis."""
     return [each for each in range(number, 0, -1) if number % each == 0] or [0]

@@ -1,4 +1,4 @@
-"""Simulated steps of candidates, the memory that they need, and the one function that chooses among them.
+"""Simulated steps of candidates, the memory that they need, and the function that chooses among them.
 
 Note: [A choice asks for no more than it needs]
 A program takes longer to build than to simulate, and half of that time goes into placing the drops of values. So
@@ -7,13 +7,13 @@ memory only if it decides, one rank after the other.
 
 Note: [The usual value wins ties]
 `best` takes the shortest step that fits. Of steps of about the same time it takes the one that comes first, which is
-the usual one, or the one that a key prefers. The simulation leaves out most of what hidden communication and more
-kernels cost. So a gain below `WORTH` is no reason to do something unusual.
+the usual one, or the one that a key prefers. The simulation leaves out most of the cost of hidden communication and of
+additional kernels. So a gain below `WORTH` does not justify an unusual choice.
 
 Note: [What a graph holds]
 The memory that a step allocates while it is recorded belongs to the graph as long as the graph lives. Code between
 replays cannot use it. Inside the step values still reuse memory, so a graph holds the peak of a step. Validations need
-their memory beside it. The optimizer and the end of a step add nothing of that size.
+additional memory of their own. The optimizer and the end of a step add nothing of that size.
 
 Note: [Long steps are priced by their period]
 In the steady state of a pipeline every group of microbatches takes the same time. So a step with many microbatches
@@ -46,18 +46,18 @@ from hocket.rules import few_microbatches, group_of
 from hocket.sizes import duration
 
 Price = Callable[[Config], CostTable]
-"""Gives the costs of ops in a configuration."""
+"""Returns the costs of ops in a configuration."""
 Changes = Mapping[str, Any]
 """Values of settings by dotted name."""
 
 WORTH = 0.01
 """Share of a step that a value must save to be chosen instead of one that comes before it."""
 USABLE = 0.9
-"""Share of the memory that values may fill as predicted: the allocator and libraries need the rest."""
+"""Share of memory that predicted values may fill: the allocator and libraries need the rest."""
 _NEAR = 1.02
-"""Of steps that do not fit, those within this factor of the least bytes count as needing the least."""
+"""If no step fits, those within this factor of the fewest bytes are weighed."""
 
-_TOLD = {
+_UNREAD = {
     "plan.graphs": "off",
     "plan.layers_per_stage": (),
     "plan.loss_pieces": 1,
@@ -68,7 +68,7 @@ _TOLD = {
     "overlap.ep.copies": "per_expert",
     "overlap.ep.splits": "host",
 }
-"""Settings that a program does not read, or reads only from layout and sharding -> their constant in cache keys."""
+"""Settings that a program does not read, or only through layout and sharding -> a constant for cache keys."""
 _OPEN = {
     "overlap.dp.update": "end",
     "overlap.ep.merge_ends": "off",
@@ -90,7 +90,7 @@ def model_costs(config: Config) -> CostTable:
 
 
 class Trials:
-    """The steps of compared configurations. It builds each program once, and finds each time once.
+    """The steps of the compared configurations. It builds each program once, and computes each time once.
 
     It lives as long as the choices for one configuration. `_OPEN` says how it treats open settings.
     """
@@ -98,7 +98,7 @@ class Trials:
     def __init__(self, price: Price = model_costs) -> None:
         self._price = price
         self._tables: list[CostTable] = []
-        """Different cost tables."""
+        """Distinct cost tables."""
         self._table_of: dict[Config, int] = {}
         self._programs: dict[_Plan, Program] = {}
         self._times: dict[tuple[_Plan, int], tuple[list[Time], list[Time]]] = {}
@@ -106,7 +106,7 @@ class Trials:
         self._validations: dict[tuple[Any, ...], int] = {}
 
     def costs(self, c: Config) -> CostTable:
-        """What ops cost."""
+        """The costs of ops."""
         return self._tables[self._table(c)]
 
     def program(self, c: Config, microbatches: int) -> Program:
@@ -121,11 +121,11 @@ class Trials:
         return self._times[key]
 
     def seconds(self, c: Config, microbatches: int) -> float:
-        """How long a step takes."""
+        """Duration of a step."""
         return float(max(self.times(c, microbatches)[1]))
 
     def peak(self, c: Config, microbatches: int, rank: int) -> int:
-        """Peak bytes of a rank in a step, without the bytes that lie beside steps."""
+        """Peak bytes of a rank in a step, without `extra_bytes`."""
         key = plan, table, _ = _plan(c, microbatches), self._table(c), rank
         if key not in self._peaks:
             program = free_rank(self._built(plan), rank)
@@ -133,13 +133,13 @@ class Trials:
             self._peaks[key] = peak_bytes(program, rank, spans, self._tables[table])
         return self._peaks[key]
 
-    def beside(self, c: Config, microbatches: int) -> int:
+    def extra_bytes(self, c: Config, microbatches: int) -> int:
         """Bytes that a rank holds and that the simulator does not count in a step."""
         validates = c.plan.graphs == "on" and c.train.eval_batches > 0
         return arrival_bytes(c) + (self._validation(c, microbatches) if validates else 0)
 
     def _validation(self, c: Config, microbatches: int) -> int:
-        """Bytes of values that a validation holds in the slots of a step, beside its graph."""
+        """Bytes of values that a validation holds in the slots of a step, in addition to its graph."""
         plan, table = _plan(c, microbatches), self._table(c)
         program, costs = self._built(plan), self._tables[table]
         key = (*plan[:3], table, c.overlap.dp.prefetch, *program.weight_slots.items())
@@ -154,7 +154,7 @@ class Trials:
         return Predicted(c, self)
 
     def _table(self, c: Config) -> int:
-        """The index of its costs in `_tables`."""
+        """The index of a configuration's costs in `_tables`."""
         key = priced_as(c)
         if key not in self._table_of:
             costs = self._price(c)
@@ -171,27 +171,27 @@ class Trials:
 
 
 def priced_as(c: Config) -> Config:
-    """Key of costs: equal keys make equal tables."""
+    """Key of costs: equal keys have equal tables."""
     return changed(Config(**{field.name: getattr(c, field.name) for field in fields(Config)}), _OPEN)
 
 
 _Plan = tuple[Layout, int, Sharding, Config]
-"""Everything that a program is made from: layout, microbatches, sharding, and the sections that it reads."""
+"""Everything that a program is built from: layout, microbatches, sharding, and the sections that it reads."""
 
 
 def _plan(c: Config, microbatches: int) -> _Plan:
-    """Key of a program: equal keys make equal programs. `build_program` reads the sections `plan` and `overlap`."""
+    """Key of a program: equal keys have equal programs. `build_program` reads the sections `plan` and `overlap`."""
     read = Config(plan=c.plan, overlap=c.overlap)
     alone = c.mesh.pp == 1
     taken = {name: v for name, v in _OPEN.items() if leaf(c, name) == "auto" or (alone and name.startswith(_SENDS))}
-    return layout_of(c), microbatches, sharding_of(c), changed(read, _TOLD | taken)
+    return layout_of(c), microbatches, sharding_of(c), changed(read, _UNREAD | taken)
 
 
 class Predicted:
-    """A step of a few microbatches: time of the slowest rank, memory of the largest. Computed when asked for."""
+    """A step of a few microbatches: time of the slowest rank, memory of the largest. Computed lazily."""
 
     def __init__(self, c: Config, trials: Trials) -> None:
-        # After two groups a rank has reached its peak; in a merged V after half of them.
+        # A rank reaches its peak after two groups; in a merged V after half of them.
         self.microbatches = min(c.train.microbatches, max(few_microbatches(c), 2 * group_of(c)))
         self._holding = min(self.microbatches, group_of(c)) if c.plan.order == "merged_v" else self.microbatches
         self._config, self._trials = c, trials
@@ -202,21 +202,21 @@ class Predicted:
 
     @cached_property
     def nbytes(self) -> int:
-        """Peak bytes of the rank that holds most."""
-        return max(map(self.held, range(self._config.mesh.pp)))
+        """Peak bytes of the largest rank."""
+        return max(map(self.peak, range(self._config.mesh.pp)))
 
-    def held(self, rank: int) -> int:
+    def peak(self, rank: int) -> int:
         """Peak bytes of a rank."""
         c, trials, count = self._config, self._trials, self._holding
-        return trials.peak(c, count, rank) + trials.beside(c, count)
+        return trials.peak(c, count, rank) + trials.extra_bytes(c, count)
 
     def fits(self, memory: int) -> bool:
         """Whether ranks with this much memory can hold it."""
-        return fits(self.least, memory) and all(fits(self.held(rank), memory) for rank in range(self._config.mesh.pp))
+        return fits(self.least, memory) and all(fits(self.peak(rank), memory) for rank in range(self._config.mesh.pp))
 
     @cached_property
     def least(self) -> int:
-        """A bound from below that needs no program: main weights, and chunks that have run forward and not backward."""
+        """A lower bound that needs no program: main weights, and chunks between their forward and backward."""
         layout, costs, least = layout_of(self._config), self._trials.costs(self._config), 0
         for rank, steps in enumerate(choose_order(layout, self._holding, self._config)[0]):
             smallest = min(activation(layout, costs, rank, chunk) for chunk in range(layout.chunks))
@@ -247,7 +247,7 @@ class Predicted:
 
 
 def activation(layout: Layout, costs: CostTable, rank: int, chunk: int) -> int:
-    """Bytes that a chunk's forward keeps for its backward; of what is recomputed, its inputs; of what is away, none."""
+    """Bytes that a chunk's forward keeps for its backward: inputs of recomputed parts, nothing of offloaded ones."""
     total, inputs = 0, set[Key]()
     for layer in layout.layers(rank, chunk):
         for part in layout.forward_parts(layer):
@@ -259,7 +259,7 @@ def activation(layout: Layout, costs: CostTable, rank: int, chunk: int) -> int:
 
 
 def memory_of(c: Config, host: Host) -> int:
-    """Bytes that one rank can use, on the host's GPUs or on the predicted hardware; 0: not known."""
+    """Bytes that one rank can use, on the host's GPUs or on the predicted hardware; 0: unknown."""
     return host.memory or hardware_of(c).memory
 
 
@@ -269,7 +269,7 @@ def fits(nbytes: int, memory: int) -> bool:
 
 
 def room(memory: int) -> int:
-    """Bytes of a rank's memory that values may fill as predicted."""
+    """Bytes of a rank's memory that predicted values may fill."""
     return int(USABLE * memory)
 
 
@@ -298,9 +298,9 @@ def best(
     prefer: Callable[[Any], float] = lambda step: 0.0,
     near: float = _NEAR,
 ) -> tuple[int, list[int]]:
-    """The step to take, the usual one first, and those that are shorter and too large, by their numbers.
+    """Index of the best step, and of shorter ones that do not fit. The usual step comes first in `steps`.
 
-    See Note: [The usual value wins ties]. If nothing fits, those are weighed that need `near` times the least at most.
+    See Note: [The usual value wins ties]. If none fits, the steps within `near` times the fewest bytes are weighed.
     """
     left, large = list(range(len(steps))), list[int]()
 
@@ -329,25 +329,25 @@ def weigh(
     """The best of the candidates, the usual one first, with simulated times and bytes as the reason."""
     steps = [trials.step(changed(c, way)) for way in ways]
     found, large = best(steps, memory, worth, prefer)
-    return ways[found], told(ways, steps, found, large, memory)
+    return ways[found], explain(ways, steps, found, large, memory)
 
 
-def told(ways: Sequence[Changes], steps: Sequence[Predicted], found: int, large: Sequence[int], memory: int) -> str:
-    """The reason of a choice: its time and bytes, beside the usual value, or the best of the others."""
+def explain(ways: Sequence[Changes], steps: Sequence[Predicted], found: int, large: Sequence[int], memory: int) -> str:
+    """The reason of a choice: its time and bytes, compared with the usual value, or the best of the others."""
     other = 0 if found else min(range(1, len(ways)), key=lambda n: steps[n].seconds, default=0)
-    mine, beside = steps[found], steps[other]
+    mine, rival = steps[found], steps[other]
     count = f"{mine.microbatches} microbatches take" if mine.microbatches > 1 else "1 microbatch takes"
     text = f"{count} {duration(mine.seconds)}"
     if found:
-        more = mine.nbytes - beside.nbytes if memory else 0
+        more = mine.nbytes - rival.nbytes if memory else 0
         than = f"with {_name(ways[other], ways[found])}"
-        if duration(mine.seconds) == duration(beside.seconds):  # so what it moves has decided
-            text += f", as {than}, and move {gib(mine.moved)} instead of {gib(beside.moved)}"
+        if duration(mine.seconds) == duration(rival.seconds):  # the bytes moved decided
+            text += f", as {than}, and move {gib(mine.moved)} instead of {gib(rival.moved)}"
         else:
-            text += f" instead of {duration(beside.seconds)} {than}"
+            text += f" instead of {duration(rival.seconds)} {than}"
         text += f", in {gib(abs(more))} {'more' if more > 0 else 'less'} memory" if abs(more) >= 2**30 else ""
     elif other:
-        text += f", with {_name(ways[other], ways[found])} {duration(beside.seconds)}"
+        text += f", with {_name(ways[other], ways[found])} {duration(rival.seconds)}"
     if found in large:
         return f"{text}; nothing fits, and this needs {gib(mine.nbytes)} of {gib(room(memory))}"
     return text + (too_large(_name(ways[large[0]], ways[found]), steps[large[0]], memory) if large else "")
@@ -358,9 +358,9 @@ def too_large(what: str, step: Predicted, memory: int) -> str:
     return f"; {what} does not fit: {gib(step.nbytes)} of {gib(room(memory))}"
 
 
-def _name(way: Changes, beside: Changes) -> str:
-    """What a candidate has that another one has not, in words."""
-    return ", ".join(f"{name.split('.')[-1]} = {show(value)}" for name, value in way.items() if beside[name] != value)
+def _name(way: Changes, other: Changes) -> str:
+    """The values of a candidate that differ from another's, in words."""
+    return ", ".join(f"{name.split('.')[-1]} = {show(value)}" for name, value in way.items() if other[name] != value)
 
 
 # -- Long steps, by shorter ones ---------------------------------------------------------------------------------------
@@ -378,15 +378,15 @@ def steady(config: Config) -> tuple[int, int]:
 
 
 def repeats(config: Config) -> bool:
-    """Whether two shorter steps can stand for the whole one, and together have at most half its microbatches."""
+    """Whether two shorter steps can stand for the whole one, with at most half its microbatches together."""
     bounded = config.overlap.pp.defer_head != -1
     return bounded and sum(steady(config)) <= config.train.microbatches // 2
 
 
 def continued(short: Any, long: Any, periods: float) -> Any:
-    """A float that grows by the same amount with every period, `periods` periods after the shorter step.
+    """Extrapolate a float that grows by the same amount per period, `periods` periods after the shorter step.
 
-    Of a mapping or dataclass each of its floats; all else is the longer step's.
+    Of a mapping or dataclass each float is extrapolated; all else is the longer step's.
     """
     if isinstance(short, Mapping):
         return {key: continued(value, long[key], periods) for key, value in short.items()}

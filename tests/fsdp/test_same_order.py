@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import hocket
 from hocket.fsdp import same_order
 from hocket.fsdp.same_order import SameOrder
+from hocket.runtime import world
 from tests.fsdp.twin import naming
 from tests.helpers.ranks import run_ranks
 
@@ -77,7 +78,7 @@ def batch() -> Tensor:
 
 def apart(rank: int, name: str, strategy: str) -> None:
     """Told on one rank at least; the other may wait for it forever."""
-    same_order.IDLE = 0.2
+    same_order.IDLE = world.IDLE = 0.2
     run, words = RUNS[name]
     torch.manual_seed(0)
     model = Chosen()

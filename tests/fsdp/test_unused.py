@@ -323,5 +323,5 @@ def test_a_rank_that_never_comes_is_an_error() -> None:
     assert early.unused_by_all() == [1]
     early.send(0)
     words = r"rank 0 reads gradients, and ranks \[1\] have not ended that backward"
-    with patch("hocket.fsdp.same_order.GIVE_UP", timedelta(seconds=0.1)), pytest.raises(ValueError, match=words):
+    with patch("hocket.runtime.world.GIVE_UP", timedelta(seconds=0.1)), pytest.raises(ValueError, match=words):
         early.unused_by_all()

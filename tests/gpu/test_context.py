@@ -14,7 +14,7 @@ from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.context import context_of, zigzag
 from hocket.model.documents import Microbatch, attend, documents_of, whole_sequences
-from hocket.model.heads import attend_stretch, attend_with_sinks, served
+from hocket.model.heads import attend_stretch, attend_with_sinks, cudnn_supports
 from hocket.runtime.lanes import CudaLanes
 from tests.helpers.plans import planned, small
 from tests.helpers.ranks import run_ranks
@@ -130,7 +130,7 @@ def test_chunks_of_one_document_attend_in_parts(queries: int, keys: int, width: 
     generator = torch.Generator().manual_seed(0)
     shapes = (queries, 8, width), (keys, 2, width), (keys, 2, width), (queries, 8, width)
     *given, grad = (torch.randn(*shape, generator=generator).to(CUDA, torch.bfloat16) for shape in shapes)
-    assert served(given[0], given[1], given[2])
+    assert cudnn_supports(given[0], given[1], given[2])
     chunks = [(range(keys - queries),), (range(keys - queries, keys),)]
     (span,) = context_of(whole_sequences(1, keys, CUDA), chunks, 1).spans
     found, wanted = [x.clone().requires_grad_() for x in given], [x.float().requires_grad_() for x in given]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.config.schema import changed
 from hocket.engine import Engine
-from hocket.layers.tensor import Tensors, Way, column_linear, row_linear
+from hocket.layers.tensor import TensorParallel, Way, column_linear, row_linear
 from hocket.model.documents import Microbatch
 from hocket.program.mesh import Mesh
 from hocket.runtime.comm import CommOptions, make_groups
@@ -34,8 +34,8 @@ def layers(rank: int, size: int) -> dict[str, float]:
     """By way: how far the worst of its results, in any turn, is from one thing after the other."""
     device = torch.device("cuda", rank)
     groups = make_groups(Mesh(tp=size), rank, device, "nccl", CommOptions(60.0, tokens=TOKENS * HIDDEN * 2))
-    tensors = Tensors.of(groups.tp, device)
-    assert isinstance(tensors.tokens, CopiedTokens)
+    tp = TensorParallel.of(groups.tp, device)
+    assert isinstance(tp.tokens, CopiedTokens)
     torch.manual_seed(rank)
 
     def new(*shape: int) -> Tensor:
@@ -49,7 +49,7 @@ def layers(rank: int, size: int) -> dict[str, float]:
     def both(column: Way, row: Way) -> list[Tensor]:
         queue, grads = WgradQueue(), {p: torch.empty_like(p.detach()) for p in (up, down)}
         with collecting(queue):
-            y = row_linear(column_linear(x, (up,), tensors, column)[0], down, tensors, row)
+            y = row_linear(column_linear(x, (up,), tp, column)[0], down, tp, row)
         (dx,) = torch.autograd.grad(y, x, g)
         queue.drain(lambda weight: grads[up if weight.name == "up" else down])
         return [y.detach(), dx, *grads.values()]

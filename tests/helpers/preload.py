@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESS = os.getpid()
@@ -49,6 +50,36 @@ for name in [*LIBRARIES, *hocket_modules(), *SHARED]:
     # A module that cannot be imported must fail the test that uses it, not the fork server.
     with contextlib.suppress(Exception):
         importlib.import_module(name)
+
+
+def use_dtensors() -> None:
+    """What the first operations with DTensors find, but for what depends on a rank.
+
+    Torch remembers layouts by mesh, and a mesh knows its rank: this one has a name that no other has.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("made before ranks",))
+    param = torch.nn.Parameter(DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(0)], run_check=False))
+    param.grad = DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(0)], run_check=False)
+    optimizers = (
+        torch.optim.AdamW([param], foreach=False),
+        torch.optim.AdamW([param], foreach=True),
+        torch.optim.SGD([param], 0.1),
+    )
+    for optimizer in optimizers:
+        optimizer.step()
+    norm: Any = torch.stack([param.norm(), param.grad.norm()]).norm()
+    norm.full_tensor()
+    dist.destroy_process_group()
+
+
+with contextlib.suppress(Exception):
+    use_dtensors()
 
 gc.enable()
 gc.collect()

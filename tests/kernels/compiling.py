@@ -117,18 +117,18 @@ def router() -> None:
 def dense() -> None:
     from hocket.kernels import norm
     from hocket.kernels.loss import cross_entropy
-    from hocket.kernels.norm import norm_turn_backward, turn
+    from hocket.kernels.norm import norm_rope_backward, rope
     from hocket.kernels.swiglu import swiglu
 
     x, weight = of(BF16, 7, 2048), of(BF16, 2048)
     norm.forward(x, weight, 1e-6, x)
     norm.sum_parts(norm.backward(x, x, weight, 1e-6, x)[1], weight)
     heads, table = of(BF16, 2, 16, 4, 128), of(torch.float32, 2, 16, 1, 64)
-    turn(heads, table, back=True)
-    turn(heads, table, weight[:128], 1e-6)
-    norm_turn_backward(heads, heads, table, weight[:128], 1e-6)
-    turn(heads, table[..., :32].contiguous(), weight[:128], 1e-6)
-    norm_turn_backward(heads, heads, table[..., :32].contiguous(), weight[:128], 1e-6)
+    rope(heads, table, back=True)
+    rope(heads, table, weight[:128], 1e-6)
+    norm_rope_backward(heads, heads, table, weight[:128], 1e-6)
+    rope(heads, table[..., :32].contiguous(), weight[:128], 1e-6)
+    norm_rope_backward(heads, heads, table[..., :32].contiguous(), weight[:128], 1e-6)
     swiglu(of(BF16, 7, 1536).requires_grad_()).sum().backward()
     swiglu(of(BF16, 7, 1536).requires_grad_(), of(torch.int32, 1)).sum().backward()
     swiglu(of(BF16, 7, 5760).requires_grad_(), of(torch.int32, 1), 7.0, 1.702).sum().backward()
@@ -137,8 +137,8 @@ def dense() -> None:
 
 
 def sums() -> None:
+    from hocket.kernels.pieces import Own, Pieces
     from hocket.kernels.sums import launch, place, squares
-    from hocket.runtime.pieces import Own, Pieces
 
     for world in (4, *more(1)):
         launch(of(BF16, world, 112), of(torch.float32, 112), 0.5)

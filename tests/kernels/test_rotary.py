@@ -113,8 +113,8 @@ def test_with_norm_against_float64(sizes, half: int, programs: int, share: float
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rotary, "PROGRAMS", programs)
         patch.setattr(rotary, "HEADS_TILE", 64)
-        y = rotary.turn(x, table, p, eps)
-        dx, parts = rotary.norm_turn_backward(g, x, table, p, eps)
+        y = rotary.rope(x, table, p, eps)
+        dx, parts = rotary.norm_rope_backward(g, x, table, p, eps)
     for a, b in (y, exact), (dx, exact_x.grad), (parts.sum(0), exact_p.grad):
         assert b is not None
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
@@ -148,10 +148,10 @@ def far_apart(rank: int) -> None:
     x = torch.empty(2 * gap + 8, dtype=torch.bfloat16).as_strided((1, 2, 3, 4), (8, 4, gap, 1))
     x.copy_(torch.randn(x.shape))
     near, weight = x.contiguous(), torch.ones(4)
-    assert torch.equal(rotary.turn(x, table), rotary.turn(near, table))
+    assert torch.equal(rotary.rope(x, table), rotary.rope(near, table))
     with pytest.MonkeyPatch.context() as patch:  # this is a process of its own
         mend_interpreter(patch)
-        found, wanted = (rotary.norm_turn_backward(g, near, table, weight, 1e-5) for g in (x, near))
+        found, wanted = (rotary.norm_rope_backward(g, near, table, weight, 1e-5) for g in (x, near))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 

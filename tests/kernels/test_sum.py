@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.fsdp.layout import FlatLayout
+from hocket.kernels.pieces import Own
 from hocket.kernels.sums import BLOCK, launch, place
-from hocket.runtime.pieces import Own
 from hocket.runtime.transports import local_sum, place_own
 
 

@@ -15,7 +15,7 @@ from hocket.predict.hardware import H200, HARDWARE
 from hocket.predict.simulate import simulate
 from hocket.resolve import Settings, resolve
 from hocket.rules import few_microbatches
-from hocket.tune.choose import suiting
+from hocket.tune.choose import fewest_late
 from hocket.tune.trials import Trials
 
 MODEL = ModelConfig(vocab=128256, hidden=4096, layers=8, heads=32, kv_heads=8, head_dim=128, ffn=14336)
@@ -71,7 +71,7 @@ def test_neither_more_nor_fewer_are_better(changes: dict[str, object]) -> None:
 
 
 def test_of_about_equal_numbers_the_least_is_taken() -> None:
-    assert suiting({0: 2.0, 5: 1.0, 3: 1.0003, 2: 1.01}) == 3
+    assert fewest_late({0: 2.0, 5: 1.0, 3: 1.0003, 2: 1.01}) == 3
 
 
 def test_memory_bounds_how_many(monkeypatch: pytest.MonkeyPatch) -> None:

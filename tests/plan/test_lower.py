@@ -10,7 +10,7 @@ import pytest
 
 from hocket.program.check import check
 from hocket.program.expand import defer_past_send
-from hocket.program.layer import MERGED, at_once
+from hocket.program.layer import MERGED, undeferred
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.shard import Sharding, Visit, _page
@@ -45,9 +45,9 @@ def test_merged_layer_step_is_the_template() -> None:
 
 def test_at_once_keeps_each_wgrad_with_its_gradient() -> None:
     for order in MERGED.values():
-        undeferred = at_once(order)
+        found = undeferred(order)
         for letter in "ae":
-            assert undeferred.index(("wgrad", letter)) == undeferred.index(("bwd", letter)) + 1
+            assert found.index(("wgrad", letter)) == found.index(("bwd", letter)) + 1
 
 
 def test_expert_parallel_size_one_needs_no_exchange() -> None:

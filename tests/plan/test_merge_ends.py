@@ -10,7 +10,7 @@ import pytest
 
 from hocket.predict.simulate import simulate
 from hocket.program.check import check
-from hocket.program.layer import BACKWARDS, FORWARDS, FULL, Half, chains, pair_at_once
+from hocket.program.layer import BACKWARDS, FORWARDS, FULL, Half, chains, pair_undeferred
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Program
 from hocket.program.pipeline import Item, Order, in_flight, one_f_one_b
@@ -102,7 +102,7 @@ def test_every_order_with_pairs_is_legal_and_ascending() -> None:
 # --- layers
 
 
-@pytest.mark.parametrize("template", [FORWARDS, BACKWARDS, pair_at_once(BACKWARDS)])
+@pytest.mark.parametrize("template", [FORWARDS, BACKWARDS, pair_undeferred(BACKWARDS)])
 def test_a_template_has_each_half_in_an_order_that_can_run(template: tuple[Half, ...]) -> None:
     names = [f"{part[0]}{ {'fwd': 'F', 'bwd': 'B', 'wgrad': 'W'}[verb] }{half}" for half, (verb, part) in template]
     others = {"uF1", "uB0", "uB1"}  # those of another layer

@@ -16,7 +16,7 @@ from hocket.explain.build import simulated, units
 from hocket.machine import host_for_plan
 from hocket.planning import adapter_seconds, as_json, network, predict, program_of, report
 from hocket.predict.cost import CostTable, costs_of
-from hocket.predict.hardware import H200, HARDWARE, STEP, Spread, crossing, hardware_of, hosts_of, spread_of
+from hocket.predict.hardware import H200, HARDWARE, STEP, Spread, across_hosts, hardware_of, hosts_of, spread_of
 from hocket.predict.simulate import ends_step, simulate
 from hocket.program.mesh import Mesh
 from hocket.program.ops import Program
@@ -76,9 +76,9 @@ def test_weights_that_a_host_shares_are_gathered_inside_of_it() -> None:
     """Only the sum over replicas crosses hosts, with 8 bytes per element of a shard, once a step."""
     wide = settled("llama3_8b", mesh__pp=1, mesh__dp=64, plan__chunks=1, train__microbatches=4)
     narrow = settled("llama3_8b", mesh__pp=1, mesh__dp=64, mesh__shard=8, plan__chunks=1, train__microbatches=4)
-    assert crossing(wide)["gather_dense"] == Spread(64, 8, 8)
-    assert {"gather_dense", "reduce_dense"}.isdisjoint(crossing(narrow))
-    assert crossing(narrow)["replicas"] == Spread(8, 8, 1)
+    assert across_hosts(wide)["gather_dense"] == Spread(64, 8, 8)
+    assert {"gather_dense", "reduce_dense"}.isdisjoint(across_hosts(narrow))
+    assert across_hosts(narrow)["replicas"] == Spread(8, 8, 1)
     assert hardware_of(narrow).link("replicas").bandwidth < hardware_of(wide).link("reduce_dense").bandwidth
     before, after = (costs_of(c, hardware_of(c)) for c in (wide, narrow))
     key = "dense", "dense"
@@ -119,7 +119,7 @@ def test_rings_have_the_adapters_of_all_their_ranks_and_others_their_own() -> No
     found = settled("qwen3_30b_a3b", **base, mesh__ep=8)
     links, usual = hardware_of(found), H200.links
     assert hosts_of(found) == 4
-    assert crossing(found).keys() == set(PURPOSES) - {"a2a", "tp", "cp", "replicas"}
+    assert across_hosts(found).keys() == set(PURPOSES) - {"a2a", "tp", "cp", "replicas"}
     assert links.link("gather_dense").bandwidth == usual["gather"].bandwidth, "8 adapters carry more than NVLink"
     assert links.link("gather_dense").latency == pytest.approx(usual["gather"].latency + 5e-6 + 8 * STEP)
     assert links.link("reduce_experts").bandwidth == 40e9, "of each pair, one is on either host"
@@ -213,7 +213,7 @@ def test_rows_are_stored_into_memory_of_one_host_only(tp: int, ep: int, whole: b
     config = changed(small, {"mesh.ep": ep, "mesh.tp": tp})
     found = resolve(config, host_for_plan(config))
     config = changed(config, {"overlap.ep.splits": "device"})
-    assert ("a2a" not in crossing(found)) == whole
+    assert ("a2a" not in across_hosts(found)) == whole
     assert found.train.transport == "nccl"
     if whole:
         assert resolve(config, host_for_plan(config)).overlap.ep.splits == "device"
@@ -287,5 +287,5 @@ def test_hosts_are_what_the_launcher_started_or_what_is_said() -> None:
     assert settled("llama3_8b", mesh__dp=72, network__ranks_per_host=72).network.link == "auto", "one host"
     halves = settled("llama3_8b", mesh__dp=8, network__ranks_per_host=4)
     assert halves.host == Host(gpus=8, workers=8, local_workers=4, tokenizer_vocab=256)
-    assert crossing(halves)["gather_dense"] == Spread(8, 2, 4)
+    assert across_hosts(halves)["gather_dense"] == Spread(8, 2, 4)
     assert Config().network.ranks_per_host == "auto"

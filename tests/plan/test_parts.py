@@ -10,12 +10,12 @@ import pytest
 
 from hocket.config import Config, MeshConfig
 from hocket.measured import named
-from hocket.predict.cost import Pricing, carried_by
+from hocket.predict.cost import Pricing, purpose_of
 from hocket.predict.hardware import H200
 from hocket.predict.part_sizes import PartSize, unit_weights
 from hocket.predict.simulate import OpCost, Time, simulate
 from hocket.program.check import check
-from hocket.program.layer import _VERBS, FULL, chains, merged_order, order_problem, woven
+from hocket.program.layer import _VERBS, FULL, chains, interleaved, merged_order, order_problem
 from hocket.program.lower import Draft, build_forward, build_program, inserted
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.parts import LayerKind, Part, layer_kind
@@ -187,10 +187,10 @@ def test_layers_of_ones_own_are_priced_by_their_sizes() -> None:
 def test_what_groups_are_for_is_said_by_the_parts_that_communicate() -> None:
     own = LayerKind("mean", tuple(replace(p, purpose="reduce_dense") if p.communicates else p for p in three().parts))
     there = layout(kinds=("mean", "ring"), types=(own, ring()))
-    assert carried_by(("fwd", "move", "mean"), there) == "reduce_dense"
-    assert carried_by(("bwd", "spread", "ring"), there) == "a2a"
-    assert carried_by(("gather", "experts", "ring"), there) == "gather_experts"
-    assert {carried_by(("fwd", part, kind), there) for part, kind in (("two", "mean"), ("embed", ""))} == {None}
+    assert purpose_of(("fwd", "move", "mean"), there) == "reduce_dense"
+    assert purpose_of(("bwd", "spread", "ring"), there) == "a2a"
+    assert purpose_of(("gather", "experts", "ring"), there) == "gather_experts"
+    assert {purpose_of(("fwd", part, kind), there) for part, kind in (("two", "mean"), ("embed", ""))} == {None}
     program = build_program(there, 3, planned(merge="on"), Sharding(2, 2))
     told = plan_of(named(program, 0, tensors=False))
     rows = {" ".join(name.split()[:2]): row[:3] for name, row in told.ops.items()}
@@ -227,9 +227,9 @@ def test_weight_gradients_of_layers_that_begin_with_a_product_read_what_was_rece
 
 def test_a_template_is_woven_for_other_letters() -> None:
     for kind in (ring(), three(), FULL, DENSE):
-        assert not order_problem(spelt(woven(kind)), kind), kind.name
-    assert merged_order("literature", layout(kinds=("ring",) * 2, types=(ring(),))) == woven(ring())
-    text = spelt(woven(ring()))
+        assert not order_problem(spelt(interleaved(kind)), kind), kind.name
+    assert merged_order("literature", layout(kinds=("ring",) * 2, types=(ring(),))) == interleaved(ring())
+    text = spelt(interleaved(ring()))
     assert {word for chain in chains(ring()) for word in chain} == set(text.split())
     with pytest.raises(ValueError, match="no kind of layer has all the letters of left and right"):
         merged_order(
@@ -282,7 +282,7 @@ def test_pairs_of_other_roles_are_refused(kind: LayerKind) -> None:
 
 
 def test_a_spelt_order_that_cannot_run_is_refused() -> None:
-    words = spelt(woven(ring())).split()
+    words = spelt(interleaved(ring())).split()
     words[0], words[-1] = words[-1], words[0]
     with pytest.raises(ValueError, match=r"plan.layer_order=.* needs .*, which comes later"):
         build_program(layout(), 4, planned(layer_order=" ".join(words)), Sharding())

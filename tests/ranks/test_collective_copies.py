@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hocket.kernels.pieces import Pieces
 from hocket.runtime.collective_copies import ALIGNED, HALVES, CollectiveCopies, Halves, flag_bytes, reset_flags
-from hocket.runtime.pieces import Pieces
 from tests.helpers.driver import Memcpy
 
 BF16 = torch.bfloat16

@@ -16,7 +16,7 @@ from hocket.engine import Engine
 from hocket.model.context import (
     TOLERANCE,
     Context,
-    Shared,
+    ContextRank,
     by_heads,
     context_of,
     imbalance_of,
@@ -176,7 +176,7 @@ def test_ranks_are_given_every_token_once_in_chunks_that_go_by_documents() -> No
     documents, ids = documents_of(numbers), torch.arange(batch * length).view(batch, length)
     whole = Microbatch(ids, ids + 1, documents=documents)
     plain = imbalance_of([work_of(documents.bounds, zigzag(batch, length, ranks))])
-    found = [Shared(batch, length, ranks, rank, torch.device("cpu")) for rank in range(ranks)]
+    found = [ContextRank(batch, length, ranks, rank, torch.device("cpu")) for rank in range(ranks)]
     parts = [each.parts([whole])[0] for each in found]
     assert plain > 0.3 > TOLERANCE > max(each.imbalance or 0.0 for each in found)
     assert sorted(torch.cat([part.ids.flatten() for part in parts]).tolist()) == list(range(batch * length))
@@ -185,7 +185,7 @@ def test_ranks_are_given_every_token_once_in_chunks_that_go_by_documents() -> No
         assert torch.equal(part.targets, part.ids + 1)
         assert isinstance(part.documents, Context)
         assert torch.equal(part.documents.position_T, documents.position_T[part.ids.flatten()])
-    by_heads = Shared(batch, length, ranks, 0, torch.device("cpu"), even=None)
+    by_heads = ContextRank(batch, length, ranks, 0, torch.device("cpu"), even=None)
     assert by_heads.parts([whole])[0].ids[0].tolist() == [*range(32), *range(96, 128)]
     assert by_heads.imbalance is None
     assert found[0].parts([Microbatch(ids, ids)])[0].documents is found[0].whole

@@ -190,8 +190,8 @@ def test_a_recorded_microbatch_becomes_one_of_other_documents(padded: bool) -> N
     """Attention is that of the other's own documents, whose number differs."""
     few = documents_of(torch.tensor([[0, 0, 0, 1, 1, PADDING if padded else 1], [2] * 6]))
     many = documents_of(torch.tensor([[0, 1, 2, 2, 3, 4], [5, 5, 6, 7, 7, 8]]))
-    kept = few.roomy(12, padded)
-    kept.become(many)
+    kept = few.with_capacity(12, padded)
+    kept.copy_from(many)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(12, 2, 4, generator=generator) for _ in range(3))
     assert torch.equal(attend(q, k, v, kept), attend(q, k, v, many))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.fsdp.layout import FlatLayout
-from hocket.runtime.pieces import Pieces
+from hocket.kernels.pieces import Pieces
 
 SHAPES = st.lists(st.lists(st.integers(0, 12), max_size=3).map(tuple), min_size=1, max_size=7)
 WORLDS = st.integers(1, 6)

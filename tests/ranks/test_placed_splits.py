@@ -17,7 +17,7 @@ from hocket.engine.experts import Held, RowRoom
 from hocket.layers.dispatch import exchange_counts, group_rows, place_counts
 from hocket.layers.routing import Routing
 from hocket.model.documents import Microbatch
-from hocket.predict.arrivals import lack, rows_allowed, rows_at_most, rows_evenly, rows_grown
+from hocket.predict.arrivals import overflow_note, rows_allowed, rows_at_most, rows_evenly, rows_grown
 from hocket.predict.cost import costs_of
 from hocket.predict.hardware import LAPTOP
 from hocket.program.mesh import Mesh
@@ -135,21 +135,21 @@ def looks(rank: int) -> None:
     room = RowRoom(PLACED, groups, CPU)
     before = room.now
     assert before is not None
-    assert room.look() == 0
+    assert room.check_overflow() == 0
     before.needed.fill_(40 * rank)
-    assert (room.look(), room.look()) == (40, 0), "what was looked at is forgotten"
+    assert (room.check_overflow(), room.check_overflow()) == (40, 0), "what was looked at is forgotten"
     before.needed.fill_(40)
     room.forget()
-    assert room.look() == 0
+    assert room.check_overflow() == 0
 
     before.needed.fill_(40 * rank)
-    room.look()
+    room.check_overflow()
     with pytest.raises(ZeroDivisionError):
-        room.again(lambda: 1 // 0)
+        room.rerun(lambda: 1 // 0)
     assert room.now is before
     before.needed.fill_(40 * rank)
-    room.look()
-    assert room.again(lambda: room.now) is None
+    room.check_overflow()
+    assert room.rerun(lambda: room.now) is None
     assert room.lacked == 40
     assert room.now is not None
     assert room.now.capacity == rows_grown(PLACED, 40)
@@ -175,11 +175,11 @@ def test_what_an_interrupted_step_needed_is_forgotten() -> None:
 
 
 def test_a_user_is_told_how_much_room_there_is() -> None:
-    assert lack(PLACED, 40, grown=True) == (
+    assert overflow_note(PLACED, 40, grown=True) == (
         "made twice, since 1.25 times the rows of an even load came to one rank in a layer; "
         "there is room for 1.56 times from now on (overlap.ep.room = 1)"
     )
-    assert "room for 1.56 times does not fit" in lack(PLACED, 40, grown=False)
+    assert "room for 1.56 times does not fit" in overflow_note(PLACED, 40, grown=False)
     assert rows_grown(PLACED, 60) == rows_at_most(PLACED)
 
 
@@ -269,4 +269,4 @@ def test_a_validation_that_is_made_again_is_told_like_a_step(monkeypatch: pytest
     metrics: Any = SimpleNamespace(say=said.append)
     stream: Any = SimpleNamespace(batches=lambda sequences: 3)
     assert trainer._evaluate(stream, metrics) == (2.0, 24)
-    assert said == [f"validation 2 {lack(trainer.settings, 40, grown=True)}"]
+    assert said == [f"validation 2 {overflow_note(trainer.settings, 40, grown=True)}"]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config.overlap import DIRECTIONS, ROLES, Method, possible
-from hocket.layers.tensor import Tensors, Way, column_linear, row_linear
+from hocket.layers.tensor import TensorParallel, Way, column_linear, row_linear
 from hocket.predict.tensor_costs import pieces
 from hocket.program.mesh import Mesh
 from hocket.runtime.comm import make_groups
@@ -45,7 +45,7 @@ def whole(values: dict[str, Tensor]) -> dict[str, Tensor]:
 def one_rank(rank: int, size: int, ways: tuple[Way, Way], dtype: torch.dtype) -> dict[str, Tensor]:
     torch.set_num_threads(1)
     groups = make_groups(Mesh(tp=size), rank, CPU, "gloo")
-    tensors = Tensors.of(groups.tp, CPU)
+    tp = TensorParallel.of(groups.tp, CPU)
     values = draw(dtype)
     x = values["x"].chunk(size)[rank].clone().requires_grad_()
     params = {f"column{i}": nn.Parameter(values[f"column{i}"].chunk(size)[rank].clone()) for i in range(2)}
@@ -54,9 +54,9 @@ def one_rank(rank: int, size: int, ways: tuple[Way, Way], dtype: torch.dtype) ->
     for name, param in params.items():
         manage(param, name).value = param.detach()
     with collecting(queue):
-        a, b = column_linear(x, (params["column0"], params["column1"]), tensors, ways[0])
+        a, b = column_linear(x, (params["column0"], params["column1"]), tp, ways[0])
         hidden = F.silu(a) * b.repeat_interleave(WIDTHS[0] // WIDTHS[1], 1)
-        y = row_linear(hidden, params["row"], tensors, ways[1])
+        y = row_linear(hidden, params["row"], tp, ways[1])
     y.backward(values["g"].chunk(size)[rank])
     assert len(queue) == 3
     grads = {name: torch.empty_like(param.detach()) for name, param in params.items()}

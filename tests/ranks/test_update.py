@@ -23,7 +23,7 @@ from hocket.program.stages import layout_of, sharding_of
 from hocket.program.values import unit_moved, unit_read
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.tune.choose import beside_updates
+from hocket.tune.choose import contended_seconds
 from hocket.tune.trials import Trials, model_costs
 from tests.helpers.command import SMALL, end_all, hocket, text_in
 from tests.helpers.dryrun import dry_run
@@ -354,7 +354,7 @@ def test_what_is_sure_to_be_hidden_is_what_the_first_gathers_take() -> None:
     others = 6 * table["update", "dense", "dense"].seconds + table["update", "head", ""].seconds
     trials = Trials()
     end, later = (changed(settings, {"overlap.dp.update": value}) for value in ("end", "next_step"))
-    hidden = trials.seconds(end, 1) - trials.seconds(later, 1) - beside_updates(later, trials)
+    hidden = trials.seconds(end, 1) - trials.seconds(later, 1) - contended_seconds(later, trials)
     assert hidden == pytest.approx(float(min(first, others)), rel=0.15)
 
 

@@ -27,7 +27,7 @@ from benchmarks.bench.contender import Contender
 from benchmarks.bench.peers.fsdp2 import Fsdp2, Options
 from benchmarks.bench.plain import Exchange, PlainModel
 from benchmarks.bench.workload import Workload
-from hocket.model.documents import Microbatch, Told
+from hocket.model.documents import Microbatch, Packing
 from hocket.model.layers import Attention
 from hocket.program.mesh import Mesh
 
@@ -64,7 +64,7 @@ class SharedAttention(Attention):
 
     place: Place
 
-    def _table(self, seq: int, told: Told | None, device: torch.device) -> Tensor | None:
+    def _table(self, seq: int, documents: Packing | None, device: torch.device) -> Tensor | None:
         table = super()._table(self.place.length, None, device)
         return table if table is None or self.place.position_S is None else table.index_select(1, self.place.position_S)
 

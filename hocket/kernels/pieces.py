@@ -1,7 +1,7 @@
-"""Where the shards of several tensors are in one buffer of whole tensors, as collectives move them.
+"""The layout of a buffer of whole tensors that collectives gather into or reduce from, and of its shards.
 
-Each tensor is whole in the buffer, and divided over ranks in equal chunks. So a rank's shard is contiguous, and its
-places in the buffer are one slice for each tensor:
+Each tensor is contiguous in the buffer and divided into equal chunks, one per rank. A rank's shard concatenates its
+chunks, so its places in the buffer are one slice for each tensor:
 
     shard of rank r [S]      | chunk of a | chunk of b | ...
     buffer [W * S]           | a: chunks of rank 0, 1, ..., W - 1 | b: chunks of rank 0, 1, ..., W - 1 | ...
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pieces:
-    """The chunks of a shard of `size` elements, of which each of `world` ranks has one."""
+    """The chunks of a shard of `size` elements; each of `world` ranks has such a shard."""
 
     bounds: tuple[tuple[int, int], ...]
     """(start in the shard, length) of each chunk, none empty, in order, without overlap. Gaps belong to no tensor."""
@@ -34,12 +34,12 @@ class Pieces:
 
     @property
     def in_order(self) -> bool:
-        """Whether shards follow each other in the buffer, without gaps."""
+        """Whether the buffer is the concatenation of all shards, without gaps."""
         return self.bounds == ((0, self.size),)
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """(start, length) of the shard's elements without gaps, neighbours joined."""
+        """(start, length) of the shard's ranges without gaps; adjacent chunks are joined."""
         found: list[tuple[int, int]] = []
         for start, length in self.bounds:
             if found and sum(found[-1]) == start:
@@ -49,19 +49,10 @@ class Pieces:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """(first, end) of the shard's elements between runs."""
+        """(first, end) of the shard's gaps."""
         ends = [0, *(start + length for start, length in self.runs)]
         starts = [*(start for start, _ in self.runs), self.size]
         return tuple((lo, hi) for lo, hi in zip(ends, starts, strict=True) if lo < hi)
-
-    def of(self, whole: Tensor, rank: int) -> Iterator[tuple[Tensor, slice]]:
-        """(view of a chunk of `rank` in the buffer, its range in the shard)."""
-        if self.world == 1:
-            yield whole, slice(0, self.size)
-            return
-        for start, length in self.bounds:
-            first = self.world * start + rank * length
-            yield whole[first : first + length], slice(start, start + length)
 
     def tensors(self, whole: Tensor) -> Iterator[tuple[Tensor, slice]]:
         """(view of all ranks' chunks of a tensor in the buffer, the range of one in the shard)."""
@@ -70,22 +61,22 @@ class Pieces:
             yield whole[first : first + self.world * length], slice(start, start + length)
 
     def pack(self, whole: Tensor, shards: Tensor) -> Tensor:
-        """Copy a buffer [W * S] to `shards` [W * S], one rank's after the other's; gaps are left alone."""
+        """Copy a buffer [W * S] to the concatenated `shards` [W * S]; gaps are not written."""
         packed = shards.view(self.world, self.size)
         for view, here in self.tensors(whole):
             packed[:, here] = view.view(self.world, -1)
         return shards
 
     def unpack(self, shards: Tensor, whole: Tensor) -> Tensor:
-        """The way back from `pack`."""
+        """The inverse of `pack`."""
         packed = shards.view(self.world, self.size)
         for view, here in self.tensors(whole):
             view.view(self.world, -1).copy_(packed[:, here])
         return whole
 
     def between(self, low: int, high: int) -> np.ndarray:
-        """The elements `low:high` of a shard by chunk, [4, N]: the place of rank 0's in the buffer, the place after
-        `low`, the number, and how far apart neighbouring ranks' are in the buffer.
+        """The elements `low:high` of a shard by chunk, [4, N]: start of rank 0's chunk in the buffer, offset from
+        `low`, length, and distance between neighbouring ranks' chunks in the buffer.
         """
         if (low, high) not in self._between:
             start, length = np.array(self.bounds, dtype=np.int64).reshape(-1, 2).T
@@ -100,7 +91,7 @@ class Pieces:
 
 
 class Own(NamedTuple):
-    """A rank's elements of a buffer, those from `low` of its shard."""
+    """A rank's elements of a buffer, from `low` of its shard."""
 
     rank: int
     whole: Tensor
@@ -109,7 +100,7 @@ class Own(NamedTuple):
     low: int = 0
 
     def chunks(self, high: int) -> Iterator[tuple[Tensor, slice]]:
-        """(view in the buffer, its range after `low`) of each chunk that ends before `high`, or is cut there."""
+        """(view in the buffer, its range relative to `low`) of each chunk, up to `high`."""
         for first, at, count, step in self.pieces.between(self.low, high).T.tolist():
             start = first + self.rank * step
             yield self.whole[start : start + count], slice(at, at + count)

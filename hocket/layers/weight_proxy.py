@@ -1,20 +1,19 @@
-"""Parameters that stand in for managed weights inside of modules that know nothing of hocket.
+"""Parameters that replace managed weights inside modules written without hocket.
 
-A module of another library reads `self.weight` and calls torch functions on it. A `StandIn` in that place has a shape
-and no value. Torch hands every function that takes it to `StandIn.__torch_function__`, and nothing else: functions of
-activations alone cost nothing more. There, three things can happen:
+A module of another library reads `self.weight` and calls torch functions on it. A `WeightProxy` in its place has a
+shape and no value. Torch passes every function that takes it to `WeightProxy.__torch_function__`; functions of
+activations alone have no overhead. There, three things can happen:
 
 - A product, a table lookup or a scale becomes hocket's function of the same name (`layers/functional.py`), which saves
-  no weight and leaves its weight gradient to the segment's queue.
-- A question about the parameter itself (its shape, its dtype) is answered.
-- Any other function gets the weight's value as of now. See Note: [A value that is looked up again].
+  no weight and defers its weight gradient to the segment's queue.
+- A query of the parameter itself (its shape, its dtype) is answered.
+- Any other function gets the weight's current value. See Note: [Weights in unknown functions].
 
-Note: [A value that is looked up again]
-A function that hocket does not know may save the weight for its backward. A slot holds another layer's weights by then,
-so the hooks around the call replace every saved view of the weight by where it lies inside of the weight, and backward
-looks the weight up again. The gradient that autograd computes for the value goes into the segment's queue. A result
-that shares memory with the weight, such as a reshape, would carry the slot to functions that no hook surrounds: it is
-copied.
+Note: [Weights in unknown functions]
+An unknown function may save the weight for its backward, when the slot holds another layer's weights. So hooks around
+the call replace every saved view of the weight by its offset in the weight, and backward looks the weight up again. The
+gradient that autograd computes for the value goes to the segment's queue. A result that shares memory with the weight,
+such as a reshape, would pass the slot to functions outside the hooks, so it is copied.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from hocket.layers import functional
 from hocket.runtime.weights import Weight, WgradQueue, current_queue, weight_of
 
 
-class StandIn(nn.Parameter):
-    """A parameter on the meta device, whose `Weight` has the value. See the text of this module."""
+class WeightProxy(nn.Parameter):
+    """A parameter on the meta device; its `Weight` has the value. See the module's docstring."""
 
     @classmethod
-    def of(cls, *shape: int) -> StandIn:
-        """One of this shape. The value says which dtype it has."""
+    def of(cls, *shape: int) -> WeightProxy:
+        """A proxy of this shape. Its dtype is that of the value."""
         return torch.Tensor._make_subclass(cls, torch.empty(shape, device="meta"), True)
 
     @classmethod
@@ -57,7 +56,7 @@ def grouped_linear(
 ) -> Tensor:
     """One product per expert on rows in the order of experts, [R, F], of weights [E, F, D], or `transposed` [E, D, F].
 
-    `ends` is where each expert's rows end, int32. Parameters may be ordinary ones.
+    `ends` has the end of each expert's rows, int32. Parameters may be ordinary ones.
     """
     y_RF = functional.grouped_linear(x_RD, p, ends_E, turned=not transposed)
     if bias_EF is None:
@@ -68,12 +67,12 @@ def grouped_linear(
 
 
 def _with_value(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function with the values of the stand-ins among its arguments."""
+    """Call a function with the values of the proxies among its arguments."""
     queue = current_queue() if torch.is_grad_enabled() else None
     used: list[Weight] = []
 
     def value(x: Any) -> Any:
-        if isinstance(x, StandIn):
+        if isinstance(x, WeightProxy):
             weight = weight_of(x)
             if weight is None or weight.value is None:
                 return x
@@ -92,14 +91,14 @@ def _with_value(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _packed(used: list[Weight], saved: Tensor) -> Any:
-    """What backward needs to find a saved tensor: it, or its place in a weight."""
+    """What backward needs to find a saved tensor: the tensor, or its place in a weight."""
     for weight in used:
         value = weight.tensor()
         first = saved.storage_offset() - value.storage_offset()
         same = saved.untyped_storage()._cdata == value.untyped_storage()._cdata and saved.dtype == value.dtype
         if same and 0 <= first < max(value.numel(), 1):
             return weight, saved.size(), saved.stride(), first
-    return saved.detach()  # an output that is saved as it is would keep its own graph alive
+    return saved.detach()  # an output saved as it is would keep its own graph alive
 
 
 def _unpacked(packed: Any) -> Tensor:
@@ -111,7 +110,7 @@ def _unpacked(packed: Any) -> Tensor:
 
 
 def _apart(result: Any, storages: set[int]) -> Any:
-    """Copies of what shares memory with a weight."""
+    """Copies tensors that share memory with a weight."""
     if isinstance(result, Tensor):
         return result.clone() if result.untyped_storage()._cdata in storages else result
     if isinstance(result, list | tuple) and type(result) in (list, tuple):
@@ -121,7 +120,7 @@ def _apart(result: Any, storages: set[int]) -> Any:
 
 def _linear(func: Any, x: Tensor, p: Tensor, bias: Tensor | None = None) -> Tensor:
     weight = weight_of(p)
-    if weight is None or weight.value is None or isinstance(x, StandIn):
+    if weight is None or weight.value is None or isinstance(x, WeightProxy):
         return _other(func, x, p, bias)
     if x.dtype != weight.value.dtype or (bias is not None and weight_of(bias) is None):
         return _other(func, x, p, bias)
@@ -130,18 +129,18 @@ def _linear(func: Any, x: Tensor, p: Tensor, bias: Tensor | None = None) -> Tens
 
 def _embedding(func: Any, ids: Tensor, p: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
     weight = weight_of(p)
-    plain = not any(x for x in (*args, *kwargs.values()) if x != 2.0)  # the norm's exponent, of no use without a norm
+    plain = not any(x for x in (*args, *kwargs.values()) if x != 2.0)  # norm_type, which is unused without max_norm
     if weight is None or weight.value is None or not plain:
         return _other(func, ids, p, padding_idx, *args, **kwargs)
     return functional.embedding(ids, p, -1 if padding_idx is None else padding_idx % len(weight.tensor()))
 
 
 def _scale(func: Any, a: Tensor, b: Any) -> Tensor:
-    p, x = (a, b) if isinstance(a, StandIn) else (b, a)
+    p, x = (a, b) if isinstance(a, WeightProxy) else (b, a)
     weight = weight_of(p)
-    if not isinstance(x, Tensor) or isinstance(x, StandIn) or weight is None or weight.value is None:
+    if not isinstance(x, Tensor) or isinstance(x, WeightProxy) or weight is None or weight.value is None:
         return _other(func, a, b)
-    fits = x.dim() > 1 and weight.shape == x.shape[-1:] and x.dtype == weight.value.dtype  # of `p` nothing is asked
+    fits = x.dim() > 1 and weight.shape == x.shape[-1:] and x.dtype == weight.value.dtype  # no query of `p` itself
     return functional.scale(x, p) if fits and x.requires_grad else _other(func, a, b)
 
 
@@ -164,7 +163,7 @@ _ABOUT = {
     torch.Tensor.__format__, torch.Tensor.is_contiguous, torch.Tensor.is_complex, torch.Tensor.element_size,
     torch.Tensor.requires_grad_, torch.Tensor.data_ptr,
 }  # fmt: skip
-"""Questions about the parameter, not about its value."""
+"""Queries of the parameter, not of its value."""
 
 _REPLACED: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
@@ -179,7 +178,7 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
 
 
 class _Value(torch.autograd.Function):
-    """The weight's value, whose gradient goes into the queue."""
+    """The weight's value, whose gradient goes to the queue."""
 
     @staticmethod
     def forward(ctx: Any, _anchor: Tensor, weight: Weight, queue: WgradQueue) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a rank on GPUs says of a step that stands still, with events and flags that are given: there is no GPU."""
+"""What a rank on GPUs reports of a hung step, with events and flags that are given: there is no GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hocket.engine.standstill import Standstill
+from hocket.engine.hang_report import HangReport
 from hocket.program.ops import Op
 from hocket.runtime import p2p_copies
 from hocket.runtime.comm import Group, Groups
@@ -112,7 +112,7 @@ def test_a_rank_says_which_send_it_waits_for(replayed: bool) -> None:
             issue(recorder, groups, number)
     recorder.enter("the mean of all ranks' losses, behind all ops")
     lanes: Any = Streams({0: True, 2: False})
-    found = Standstill(1, recorder, groups, lanes, device=True)
+    found = HangReport(1, recorder, groups, lanes, device=True)
     (came,) = found.state.groups
     assert (came.issued, came.done, came.absent) == (2, 1, (0,))
     assert found.state.waits == ("act 0,1",)
@@ -134,7 +134,7 @@ def test_a_rank_says_which_send_it_waits_for(replayed: bool) -> None:
     )
     if not replayed:
         assert found.state.at == ("op 2: recv act m1 c0",)
-        blind = Standstill(1, recorder, groups, lanes, device=False)
+        blind = HangReport(1, recorder, groups, lanes, device=False)
         assert (blind.state.at, blind.state.waits) == ((), ())
         assert "exchanges known to be over: 0 of 2 of recv_act" in blind.text()
 
@@ -193,8 +193,8 @@ def test_a_rank_that_has_not_sent_over_the_edge_that_closes_the_ring_is_named(
     waiting: Any = Streams({0: True, 2: False, 4: False, 6: False})
     busy: Any = Streams({1: True, 4: stopped == "host", 7: False, 10: False})  # a send leaves no event
     found = [
-        Standstill(0, receiver, receiving, waiting, device=True),
-        Standstill(1, sender, sending, busy, device=True),
+        HangReport(0, receiver, receiving, waiting, device=True),
+        HangReport(1, sender, sending, busy, device=True),
     ]
     text = found[0].text()
     assert "waits for activation 2 of edge 1→0, recv act m1 c1: by flags in memory for rank 1\n" in text

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.fsdp.planned.unit import Slots
-from hocket.layers.standin import StandIn, grouped_linear
+from hocket.layers.weight_proxy import WeightProxy, grouped_linear
 from hocket.runtime.segment import Segment
 from hocket.runtime.weights import Weight, manage
 
@@ -56,9 +56,9 @@ def slots(weights: list[Weight], values: Params) -> Tensor:
     return flat
 
 
-def managed(shapes: dict[str, tuple[int, ...]]) -> tuple[Params, dict[str, StandIn], list[Weight]]:
+def managed(shapes: dict[str, tuple[int, ...]]) -> tuple[Params, dict[str, WeightProxy], list[Weight]]:
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
-    stand_ins = {name: StandIn.of(*value.shape) for name, value in values.items()}
+    stand_ins = {name: WeightProxy.of(*value.shape) for name, value in values.items()}
     return values, stand_ins, [manage(stand_in, name) for name, stand_in in stand_ins.items()]
 
 
@@ -133,13 +133,13 @@ def test_without_gradients_values_are_used_as_they_are() -> None:
 def test_nothing_else_is_intercepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function of activations alone costs what it costs."""
     values, stand_ins, weights = managed({"w": (6, 8)})
-    known, calls = StandIn.__torch_function__.__func__, []
+    known, calls = WeightProxy.__torch_function__.__func__, []
 
     def counted(cls: type, func: object, *args: object) -> object:
         calls.append(func)
         return known(cls, func, *args)
 
-    monkeypatch.setattr(StandIn, "__torch_function__", classmethod(counted))
+    monkeypatch.setattr(WeightProxy, "__torch_function__", classmethod(counted))
     moved_backward(
         torch.randn(3, 8), lambda x, p: F.silu(F.linear(x, p["w"])).square(), values, dict(stand_ins), weights
     )

@@ -1,4 +1,4 @@
-"""Where lanes stand, from which ops are complete; and which rank a hang is due to, from where ranks stand."""
+"""Which op each lane is at, from the ops that are complete; and the culprit of a hang, from all ranks' states."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hocket.engine.standstill import Stands
+from hocket.engine.hang_report import LaneProgress
 from hocket.program.ops import Op
 from hocket.runtime.hangs import GroupProgress, RankState, culprit
 
@@ -22,49 +22,49 @@ OPS = [
 ]
 
 
-def stands(complete: set[int], unknown: set[int] = frozenset(), issued: int = len(OPS)) -> Stands:  # type: ignore[assignment]
-    return Stands(OPS, range(issued), lambda op, position: None if position in unknown else position in complete)
+def lanes(complete: set[int], unknown: set[int] = frozenset(), issued: int = len(OPS)) -> LaneProgress:  # type: ignore[assignment]
+    return LaneProgress(OPS, range(issued), lambda op, position: None if position in unknown else position in complete)
 
 
 @pytest.mark.parametrize(
     ("complete", "unknown", "at"),
     [
         (set(), set(), {(0,), (2,)}),
-        ({2}, set(), {(0,)}),  # not at the gather behind it, which no op needs yet
+        ({2}, set(), {(0,)}),  # not at the gather after it, which no op needs yet
         ({0}, set(), {(2,)}),
         ({0, 2}, {3}, {(3, 4)}),  # ops that leave no event: at one of them
-        ({0, 2, 4}, {3}, {(1,)}),  # in order, so what stands before a complete op is complete
+        ({0, 2, 4}, {3}, {(1,)}),  # in order, so every op before a complete one is complete
         ({1, 2, 4}, {5, 6}, {(6, 7)}),  # a send that was not received delays nothing on this rank
-        ({1, 2, 4}, {5}, {(6,)}),  # not at the op behind it, whose event says nothing yet either
+        ({1, 2, 4}, {5}, {(6,)}),  # not at the op after it, whose event says nothing yet either
         ({1, 2, 6}, {3, 4, 5}, {(7,)}),
     ],
 )
-def test_a_lane_stands_where_nothing_else_is_waited_for(
+def test_a_lane_is_at_ops_that_wait_for_no_other_lane(
     complete: set[int], unknown: set[int], at: set[tuple[int, ...]]
 ) -> None:
-    assert set(stands(complete, unknown).at()) == at
+    assert set(lanes(complete, unknown).at()) == at
 
 
 def test_the_op_that_is_being_issued_is_never_complete() -> None:
     """Whatever its event says, which may be that of the step before."""
-    assert stands({0, 2, 3}, issued=4).at() == [(3,)]
-    assert stands(set(), issued=0).at() == []
+    assert lanes({0, 2, 3}, issued=4).at() == [(3,)]
+    assert lanes(set(), issued=0).at() == []
 
 
 def test_what_a_cpu_has_issued_has_begun_and_it_is_at_the_last() -> None:
     """Sends before it may be on their way still."""
     sends = [Op("send", "act", lane="send_act"), Op("send", "act", lane="send_act")]
-    found = Stands(sends, range(2), lambda op, position: False, streams=False)
+    found = LaneProgress(sends, range(2), lambda op, position: False, streams=False)
     assert (found.at(), found.reached(1)) == ([(1,)], True)
-    assert Stands(sends, range(2), lambda op, position: False).at() == [(0,)]
+    assert LaneProgress(sends, range(2), lambda op, position: False).at() == [(0,)]
 
 
 def test_an_op_behind_one_that_waits_has_not_begun() -> None:
-    found = stands({1, 2}, {3, 4, 5, 6, 7})
+    found = lanes({1, 2}, {3, 4, 5, 6, 7})
     assert [found.reached(position) for position in range(8)] == [True, True, True, True, True, False, True, True]
-    assert [stands({1, 2}, {5}).reached(position) for position in (3, 4, 6)] == [True, False, False]
+    assert [lanes({1, 2}, {5}).reached(position) for position in (3, 4, 6)] == [True, False, False]
     assert [found.open(position) for position in (0, 1, 2, 3)] == [False, False, False, True]
-    assert not stands(set()).reached(3)
+    assert not lanes(set()).reached(3)
 
 
 def progress(name: str, ranks: tuple[int, ...], done: int, reached: int, **more: object) -> GroupProgress:
