@@ -76,6 +76,7 @@ class InBf16(Rows):
         (whole,) = tensors
         if out is None:
             return (made := whole.to(dtype)), (whole, made)
+        out = getattr(out, "_local_tensor", out)  # of FSDP2, if tensor-parallel
         with torch.autograd._unsafe_preserve_version_counter(out):
             out.copy_(whole[: len(out)])  # FSDP2 gives padding, too
         return None
@@ -283,6 +284,24 @@ def spmd(door: Any, rank: int, mesh: Any, dims: Any, other: int | None) -> Itera
     yield from (plain(p) for p in model.parameters())
 
 
+def tensor_parallel(door: Any, rank: int) -> Iterator[Any]:
+    """A part of a weight on each of two ranks."""
+    mesh = mesh_of((2, 2), ("a", "b"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 8, bias=False))
+    part = model[0].weight.detach().chunk(2)[mesh.get_local_rank("b")].clone()
+    model[0].weight = nn.Parameter(DTensor.from_local(InBf16(part), mesh["b"], [Shard(0)], run_check=False))
+    optimizer = torch.optim.AdamW(door.fully_shard(model, mesh=mesh["a"]).parameters(), lr=0.1, eps=LINEAR)
+    for step in range(3):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + mesh.get_local_rank("a")))
+        out = model(DTensor.from_local(x, mesh["b"], [Replicate()], run_check=False))
+        loss = out.redistribute(placements=[Replicate()]).to_local().square().mean()
+        loss.backward()
+        yield loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def compare(program: Program, rank: int, case: object) -> None:
     with naming(case):
         theirs, ours = (list(program(door, rank)) for door in (torch.distributed.fsdp, hocket.sharding))
@@ -329,6 +348,7 @@ def meshes(rank: int) -> None:
         (square, Dims(shard=("a", "b")), None),
     ]:
         compare(partial(spmd, mesh=case[0], dims=case[1], other=case[2]), rank, case)
+    compare(tensor_parallel, rank, "tensor-parallel")
     with pytest.raises(ValueError, match=r"dp_mesh_dims=.* name its data-parallel axes, all but at most one"):
         hocket.fully_shard(nn.Linear(2, 2), mesh=line, dp_mesh_dims=Dims(shard="tp"))
     with pytest.raises(ValueError, match="parameter weight is no DTensor, and with dp_mesh_dims= all are"):
