@@ -288,7 +288,7 @@ def tensor_parallel(door: Any, rank: int) -> Iterator[Any]:
     """A part of a weight on each of two ranks."""
     mesh = mesh_of((2, 2), ("a", "b"))
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, 8, bias=False))
+    model: Any = nn.Sequential(nn.Linear(WIDTH, 8, bias=False))
     part = model[0].weight.detach().chunk(2)[mesh.get_local_rank("b")].clone()
     model[0].weight = nn.Parameter(DTensor.from_local(InBf16(part), mesh["b"], [Shard(0)], run_check=False))
     optimizer = torch.optim.AdamW(door.fully_shard(model, mesh=mesh["a"]).parameters(), lr=0.1, eps=LINEAR)
