@@ -34,7 +34,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from hocket.fsdp import hooks
 from hocket.fsdp.buffers import squares_of
 from hocket.fsdp.checks import refuse_early, refuse_newcomers
 from hocket.fsdp.dtensors import copies
@@ -145,7 +144,7 @@ def unit_of(module: nn.Module) -> Unit:
 
 def context_of(module: nn.Module | ShardContext) -> ShardContext:
     """The context of a sharded module."""
-    return module if isinstance(module, ShardContext) else hooks.context_of(unit_of(module))
+    return module if isinstance(module, ShardContext) else unit_of(module).context
 
 
 def _counted(group: ParamGroup, mesh: DeviceMesh | None) -> list[tuple[Tensor, int]]:
@@ -260,7 +259,8 @@ def step_and_gather(module: nn.Module | ShardContext, optimizer: Optimizer) -> N
         )
     refuse_optimizer(optimizer)  # before the first unit is updated
     order = context.ahead.order_of_use()
-    ahead = context.ahead.to_gather_first(order)
+    extended = {unit for unit in order for group in unit.groups if group.extended}  # their scales may come after this
+    ahead = context.ahead.to_gather_first([unit for unit in order if unit not in extended])
     update = _updates(optimizer, order)
     with context.gradients_arrive() as under_way:
         updated = set[Unit]()

@@ -40,20 +40,34 @@ class FullBuffer:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.flat = torch.empty(numel, dtype=dtype, device=device)
-        self.nbytes = self.flat.nbytes
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self.keep(self.flat)
         self.free()
 
+    def keep(self, *tensors: Tensor) -> None:
+        """Free and allocate the memory of these, too."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            self._storages.setdefault(storage._cdata, (storage, storage.nbytes()))
+
     @property
-    def allocated(self) -> bool:
-        return self.flat.untyped_storage().nbytes() == self.nbytes
+    def nbytes(self) -> int:
+        """Allocated bytes."""
+        return sum(storage.nbytes() for storage, _ in self._storages.values())
+
+    @property
+    def addresses(self) -> set[int]:
+        """Where its memory begins, if it is allocated."""
+        return {storage.data_ptr() for storage, _ in self._storages.values()} - {0}
 
     def allocate(self) -> None:
-        if not self.allocated:
-            self.flat.untyped_storage().resize_(self.nbytes)
+        for storage, size in self._storages.values():
+            if storage.nbytes() != size:
+                storage.resize_(size)
 
     def free(self) -> None:
         """Free the storage. Views stay bound but must not be read."""
-        self.flat.untyped_storage().resize_(0)
+        for storage, _ in self._storages.values():
+            storage.resize_(0)
 
 
 class WholeGrads:

@@ -69,6 +69,17 @@ def refuse_valueless(groups: Sequence[ParamGroup]) -> None:
             raise ValueError(f"replicas gave {name} different initial values: seed all ranks alike before that")
 
 
+def refuse_late_extensions(groups: Sequence[ParamGroup]) -> None:
+    """Before the first forward, refuse FSDP2's protocol on shards that are gathered as they are."""
+    for group in (group for group in groups if not group.extended):
+        for shard in group.shards:
+            if hasattr(getattr(shard, "_local_tensor", None), "fsdp_pre_all_gather"):
+                raise ValueError(
+                    f"{shard.full_name} got fsdp_pre_all_gather after it was sharded: give the module a parameter of a "
+                    f"class with it before"
+                )
+
+
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from hocket.config import Strategy
-from hocket.fsdp.hooks import context_of
+from hocket.fsdp.dtensors import SpmdMesh
 from hocket.fsdp.members import UNIT
 from hocket.fsdp.module_unit import Claim, Unit
 from hocket.fsdp.options import Precision, ShardOptions, UnitOptions
@@ -51,7 +51,7 @@ class Fsdp2Arguments(TypedDict, total=False):
     ignored_params: set[nn.Parameter] | None
     """Parameters that stay as they are, each rank's own."""
     dp_mesh_dims: Any
-    """Only None."""
+    """A `DataParallelMeshDims`: which axes of `mesh`, on which all parameters are DTensors, are data-parallel."""
     sync_module_states: bool
     """Take the weights and buffers of the first rank, instead of comparing those of all."""
 
@@ -69,6 +69,8 @@ class ShardRequest:
     """Whether the model may become part of a larger one."""
     first_rank: bool
     """Whether all ranks take the weights of the first one."""
+    spmd: SpmdMesh | None
+    """The mesh of all parameters, of which `mesh` has some axes."""
 
 
 def request_of(
@@ -91,6 +93,10 @@ def request_of(
         precision = Precision(None, policy.param_dtype, policy.reduce_dtype, None)
         inputs = policy.param_dtype if policy.cast_forward_inputs else None
         unit = replace(unit, cast_inputs=inputs, cast_outputs=policy.output_dtype)
+    dims, spmd, strategy = given["dp_mesh_dims"], None, given["strategy"] or "optim_grads_params"
+    if dims is not None and mesh is not None:
+        spmd = SpmdMesh(mesh, dims.replicate_names, dims.shard_names)
+        mesh, strategy = spmd.data_mesh(), strategy if dims.shard_names else "no_shard"
     options = given["options"] or ShardOptions(device=_device(mesh) if nests else None)
     if isinstance(offload, CPUOffloadPolicy):
         if options.offload != "none":
@@ -98,7 +104,7 @@ def request_of(
         options = replace(options, offload="pinned" if offload.pin_memory else "pageable")
     return ShardRequest(
         mesh=mesh,
-        strategy=given["strategy"] or "optim_grads_params",
+        strategy=strategy,
         precision=precision,
         place=given["place"] if place is None else _place_by(place),
         options=options,
@@ -106,6 +112,7 @@ def request_of(
         ignored=given["ignored_params"] or (),
         nests=nests,
         first_rank=bool(given["sync_module_states"]),
+        spmd=spmd,
     )
 
 
@@ -137,10 +144,9 @@ def _refuse_arguments(modules: Sequence[Any], given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={given[name]!r} is no {what}: give one or None")
     if given["strategy"] not in (None, *get_args(Strategy)):
         raise ValueError(f"strategy={given['strategy']!r} is not one of {', '.join(get_args(Strategy))}")
-    if given["dp_mesh_dims"] is not None:
-        raise ValueError(
-            f"dp_mesh_dims={given['dp_mesh_dims']!r} is not supported: give the data-parallel part as mesh="
-        )
+    dims = given["dp_mesh_dims"]
+    if dims is not None and (given["mesh"] is None or not hasattr(dims, "shard_names")):
+        raise ValueError(f"dp_mesh_dims={dims!r}: give a DataParallelMeshDims, and the mesh of which it names axes")
     strange = [one for one in given["ignored_params"] or () if not isinstance(one, nn.Parameter)]
     if strange:
         raise ValueError(f"ignored_params has a {type(strange[0]).__name__}: give a set of parameters of the module")
@@ -214,7 +220,7 @@ class FSDPModule(TorchFSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the weights and show them, until `reshard`, the end of the module's next forward, or an update."""
         unit = _unit(self)
-        context = context_of(unit)
+        context = unit.context
         context.forget_old_forwards()  # not in a later forward that reads these weights
         handle = _Handle(context.held_claims.unshard(unit))
         if async_op:
@@ -225,12 +231,12 @@ class FSDPModule(TorchFSDPModule):
     def reshard(self) -> None:
         """Free the gathered weights, unless a forward or backward uses them."""
         unit = _unit(self)
-        context_of(unit).held_claims.reshard(unit)
+        unit.context.held_claims.reshard(unit)
         unit.reshard()
 
     def reset_iter_state(self) -> None:
         """After an exception in a step: forget its claims and gradients. See `ShardContext.abort`."""
-        context_of(_unit(self)).abort()
+        _unit(self).context.abort()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients, or adds them up on this rank until they are reduced or read."""
@@ -272,18 +278,18 @@ class FSDPModule(TorchFSDPModule):
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """Gather these modules when this module's forward begins, instead of predicting from the last pass."""
         unit = _unit(self)
-        context_of(unit).prefetch_of(unit, _all_units(modules, "set_modules_to_forward_prefetch"), backward=False)
+        unit.context.prefetch_of(unit, _all_units(modules, "set_modules_to_forward_prefetch"), backward=False)
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
         """Gather these modules when this module's backward begins, instead of predicting from the last pass."""
         unit = _unit(self)
-        context_of(unit).prefetch_of(unit, _all_units(modules, "set_modules_to_backward_prefetch"), backward=True)
+        unit.context.prefetch_of(unit, _all_units(modules, "set_modules_to_backward_prefetch"), backward=True)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many units of the model may be reducing gradients at once; 2 by default."""
         if type(max_input_buffers) is not int or max_input_buffers < 1:
             raise ValueError(f"max_input_buffers={max_input_buffers!r} must be a number of buffers, at least 1")
-        context_of(_unit(self)).staging_count(max_input_buffers)
+        _unit(self).context.staging_count(max_input_buffers)
 
     def _get_fsdp_state(self) -> Any:
         module: Any = self
@@ -329,7 +335,7 @@ def _unit(module: Any) -> Unit:
 def _units(module: Any, recurse: bool) -> list[Unit]:
     mine = _unit(module)
     inside = {one for one in module.modules() if isinstance(one, FSDPModule)} if recurse else set()
-    return [unit for unit in context_of(mine).units if unit is mine or any(one in inside for one in unit.modules)]
+    return [unit for unit in mine.context.units if unit is mine or any(one in inside for one in unit.modules)]
 
 
 def _all_units(modules: Any, what: str) -> list[Unit]:

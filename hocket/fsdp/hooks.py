@@ -48,7 +48,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hocket.fsdp.members import UNIT
-from hocket.fsdp.module_context import Invocation, ShardContext, current_backward
+from hocket.fsdp.module_context import Invocation, current_backward
 from hocket.fsdp.module_unit import Claim, Unit
 from hocket.fsdp.sharded_parameter import hook_gradients
 
@@ -278,16 +278,12 @@ def drive(unit: Unit) -> None:
         hook_gradients(param, _on_gradient(unit))
 
 
-def context_of(unit: Unit) -> ShardContext:
-    return unit.context
-
-
 def _drive(unit: Unit, module: nn.Module) -> None:
     calls: list[_Call] = []
     inside: list[nn.Module] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        call, context = _Call(), context_of(unit)
+        call, context = _Call(), unit.context
         calls.append(call)
         if torch._C._are_functorch_transforms_active():
             _refuse_derivatives(unit)
@@ -336,7 +332,7 @@ def _drive(unit: Unit, module: nn.Module) -> None:
 
 def _leave(unit: Unit, claim: Claim, lent: bool) -> None:
     """End a forward of the unit. `lent`: it returned weights to the caller."""
-    context = context_of(unit)
+    context = unit.context
     if not lent:
         claim.release()
     context.leave_forward(unit)
@@ -392,7 +388,7 @@ def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:
         unit = reference()
         assert isinstance(param, nn.Parameter)
         assert unit is not None, "a backward of a sharded model that is gone"
-        context = context_of(unit)
+        context = unit.context
         context.follow_backward()
         if param.grad is not None:
             unit.refuse_unexpected()

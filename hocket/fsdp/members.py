@@ -22,15 +22,16 @@ first, whose gather and reduction are exposed.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.dtensors import DTensorLayout, dtensor_layout_of
+from hocket.fsdp.dtensors import DTensorLayout
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.layers.slices import Span
 
@@ -54,20 +55,30 @@ def is_full(param: Tensor | None) -> bool:
     return hasattr(param, _FULL)
 
 
+_FIRST = 2**64 - 1
+"""The number of nodes that autograd runs as soon as they are ready, like gradients of leaves."""
+
+
 @dataclass(frozen=True, eq=False)
 class Member:
     """A parameter of a module tree: its first name, and all (module, attribute) pairs that hold it."""
 
     name: str
     param: nn.Parameter
-    """What this rank has of it before sharding: the module's original object, unless it is a `dtensor`."""
+    """What this rank has of it before sharding: the module's original object, unless it has `faces`."""
     owners: tuple[tuple[nn.Module, str], ...] = ()
     dtensor: DTensorLayout | None = None
+    extension: Any = None
+    """Its `Extension`, if it says itself how it is gathered."""
+    faces: tuple[Callable[[Tensor], Tensor], ...] = ()
+    """What makes of `param`, one after the other, what modules compute with."""
+    source: weakref.ref[nn.Parameter] | None = None
+    """The original object of a member with faces; freed when the module gets a shard instead."""
 
     @property
     def given(self) -> nn.Parameter | None:
         """The module's original object, if it is still alive."""
-        return self.param if self.dtensor is None else self.dtensor.given()
+        return self.param if self.source is None else self.source()
 
     @property
     def shape(self) -> torch.Size:
@@ -79,7 +90,14 @@ class Member:
         return Span(tuple(self.shape), lo, hi, None if self.dtensor is None else self.dtensor.part)
 
     def shown(self) -> Tensor:
-        return self.param if self.dtensor is None else self.dtensor.shown(self.param)
+        """What modules compute with."""
+        shown: Tensor = self.param
+        for face in self.faces:
+            shown = face(shown)
+            node: Any = shown.grad_fn
+            if node is not None:  # gradients come before the end of a unit: see `hooks.py`
+                node._set_sequence_nr(_FIRST)
+        return shown
 
 
 class Managed(dict[str, nn.Parameter | None]):
@@ -157,15 +175,6 @@ def found_parameters(root: nn.Module) -> list[Member]:
                 names.setdefault(param, f"{prefix}.{key}" if prefix else key)
                 owners.setdefault(param, []).append((module, key))
     return [Member(names[param], param, tuple(places)) for param, places in owners.items()]
-
-
-def divided(members: Iterable[Member]) -> list[Member]:
-    """The same parameters, with DTensors as local parts. Raises ValueError for unsupported layouts."""
-    return [
-        replace(one, param=param, dtensor=layout)
-        for one in members
-        for param, layout in [dtensor_layout_of(one.name, one.param)]
-    ]
 
 
 def assign(

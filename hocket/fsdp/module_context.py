@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.buffers import FullBuffer, StagingMemory
-from hocket.fsdp.checks import refuse_valueless
+from hocket.fsdp.buffers import StagingMemory
+from hocket.fsdp.checks import refuse_late_extensions, refuse_valueless
 from hocket.fsdp.dtensors import mesh_of, over
 from hocket.fsdp.lookahead import Lookahead
 from hocket.fsdp.module_unit import Budget, Claim, Unit
@@ -276,7 +276,7 @@ class ShardContext:
                 if group.whole:
                     group.bind(group.weight)
                 else:
-                    unit.use(group, FullBuffer(group.layout.total, group.compute_dtype, group.device))
+                    unit.use(group, group.new_buffer())
         # Staging memory is shared by all units that reduce over the same ranks. Units that contain others get their
         # own: they collect gradients while these run, and would block a buffer.
         users: dict[object, list[tuple[Unit, ParamGroup]]] = {}
@@ -348,6 +348,7 @@ class ShardContext:
     def begin_forward(self) -> None:
         if not self.forwards:
             refuse_valueless([group for group in self.param_groups if group.late])
+            refuse_late_extensions(self.param_groups)
         self.forwards += 1
         if any(group.stale() for group in self.param_groups):
             self._weights = self.gathering.mark("weights")
@@ -511,6 +512,12 @@ class ShardContext:
 
         Writes are lost, unless `changed` says that all ranks have written the same.
         """
+        extended = [group for group in self.param_groups if changed and group.extended]
+        if extended:
+            raise ValueError(
+                f"gathered(changed=True), where {extended[0].members[0].name} is a tensor that fsdp_post_all_gather "
+                f"has made: write to the parameter"
+            )
         claims: list[Claim] = []
         try:
             for unit in self.units:
@@ -601,6 +608,6 @@ class ShardContext:
             surprises=self.ahead.surprises,
             exceeded=self._residency.exceeded,
             shard_bytes=sum(group.nbytes for group in groups),
-            full_bytes=sum(b.nbytes for unit in self.units for b in unit.full.values() if b.allocated),
+            full_bytes=sum(b.nbytes for unit in self.units for b in unit.full.values()),
             staging_bytes=sum(one.nbytes for one in set(self._staging.values())),
         )

@@ -85,7 +85,7 @@ class Unit:
         self.on_abort: list[Callable[[], None]] = []
         self.gathers = self.reduces = 0
         self.full: dict[ParamGroup, FullBuffer] = {}
-        self._gathered = False
+        self._gathered = self._shows = False
         self._gathering: Ticket | None = None
         self._readers: list[Ticket] = []  # one per stream that released claims
         self._staged: dict[ParamGroup, Staged] = {}
@@ -121,7 +121,7 @@ class Unit:
 
     def lends(self, tensors: Iterable[Tensor]) -> bool:
         """Whether a returned tensor is a view of the gathered weights, such as an embedding table."""
-        mine = {buffer.flat.untyped_storage().data_ptr() for buffer in self.full.values()} - {0}
+        mine = {address for buffer in self.full.values() for address in buffer.addresses}
         if not mine or torch._C._are_functorch_transforms_active():  # functorch tensors have no storage
             return False
         tensors = (getattr(x, "_local_tensor", x) for x in tensors)  # of a DTensor
@@ -152,11 +152,6 @@ class Unit:
         """Claim the weights; starts their gather if needed. Never waits. Every claim is released once."""
         self.prefetch(wanted=True)
         self.claims += 1
-        if self.claims == 1:
-            for member in (member for group in self.groups for member in group.members):
-                shown = member.shown()
-                for owner, key in member.owners:
-                    owner.__dict__[key] = shown
         return Claim(self)
 
     def prefetch(self, wanted: bool = False) -> bool:
@@ -216,6 +211,12 @@ class Unit:
             if not self._gathering.done:
                 self.context.before_waiting()
             self._gathering.wait()
+        if not self._shows:  # only now: an extension makes what it shows of what has arrived
+            self._shows = True
+            for member in (member for group in self.groups for member in group.members):
+                shown = member.shown()
+                for owner, key in member.owners:
+                    owner.__dict__[key] = shown
 
     def give_back(self) -> None:
         """End one claim. After the last one the weights may be freed, once the callers' work so far is done."""
@@ -226,6 +227,7 @@ class Unit:
         self._note_reader()
 
     def _hide(self) -> None:
+        self._shows = False
         for member in (member for group in self.groups for member in group.members):
             for owner, key in member.owners:
                 owner.__dict__.pop(key, None)
@@ -280,8 +282,7 @@ class Unit:
     def refuse_unexpected(self) -> None:
         """Refuse gradients computed with weights that were not claimed.
 
-        After an invocation's end, gradients may come from nodes made before its identity, such as those that make
-        DTensors of weights; these read no weights.
+        After an invocation's end, gradients may come from nodes made before its identity; these read no weights.
         """
         if not self.claims and self not in self.context.begun and self.context.may_go(self):
             raise ValueError(

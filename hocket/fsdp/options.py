@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
@@ -61,8 +61,6 @@ Offload = Literal["none", "pinned", "pageable"]
 class ShardOptions:
     """Options of a sharded model. Raises ValueError for bad values."""
 
-    outer: InitVar[str] = "replicate"
-    """The first axis of a mesh of two holds replicas (HSDP). There is no other choice."""
     bucket: int | None = None
     """Parameters up to which modules are joined into one unit. None joins no named units; without names it is 2**27."""
     prefetch: int = 1
@@ -84,12 +82,7 @@ class ShardOptions:
     from the device during compute, or `pageable`, where pages can't be pinned. `device` is still where compute runs.
     Not `pinned` if the CPU computes."""
 
-    def __post_init__(self, outer: str) -> None:
-        if outer != "replicate":
-            raise ValueError(
-                f"outer={outer!r}: the first axis of a mesh of two holds replicas of what the second one shards: leave "
-                f"it out, or shard over both as one axis, mesh['outer', 'shard']._flatten()"
-            )
+    def __post_init__(self) -> None:
         for name, choices in (
             ("transport", get_args(ShardTransport)),
             ("driver", get_args(Driver)),

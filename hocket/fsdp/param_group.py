@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.buffers import LocalSum, ShardGrads, ShardMemory, zero_others
+from hocket.fsdp.buffers import FullBuffer, LocalSum, ShardGrads, ShardMemory, zero_others
 from hocket.fsdp.layout import FlatLayout
 from hocket.fsdp.members import Member
 from hocket.fsdp.options import Offload, Precision
@@ -46,6 +46,8 @@ class ParamGroup:
     """
 
     changed_by: Callable[[int, bool], None] | None = None  # set by a unit
+    extended = False
+    """Whether its parameters say themselves what is gathered (`extensions.py`)."""
 
     def __init__(
         self,
@@ -175,6 +177,10 @@ class ParamGroup:
     def load(self, index: int, value: Tensor) -> None:
         span = self.spans[index]
         self.locals[index].copy_(value.detach().reshape(-1)[span.lo : span.hi])
+
+    def new_buffer(self) -> FullBuffer:
+        """For its gathered weights."""
+        return FullBuffer(self.layout.total, self.compute_dtype, self.device)
 
     def bind(self, flat: Tensor) -> None:
         """Make the full parameters views of `flat[:total]`, or of `weight` if the group is held whole.

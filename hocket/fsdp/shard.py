@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.optimizer import Optimizer
 
 from hocket.fsdp import hooks
 from hocket.fsdp.checks import IGNORED, Fingerprints, refuse_foreign, refuse_strange, refuse_uncalled, take_first_rank
-from hocket.fsdp.dtensors import mesh_of, ranks_of, refuse_overlap, spec_of
+from hocket.fsdp.dtensors import divided, mesh_of, ranks_of, refuse_overlap, spec_of
+from hocket.fsdp.extensions import ExtendedGroup, extended, on_mesh
 from hocket.fsdp.fsdp2 import FSDPModule, Place, ShardRequest
 from hocket.fsdp.members import (
     UNIT,
@@ -27,7 +30,6 @@ from hocket.fsdp.members import (
     Named,
     Rule,
     assign,
-    divided,
     found_parameters,
     guard_saving,
     make_buckets,
@@ -165,7 +167,7 @@ def _params(tree: nn.Module, request: ShardRequest) -> list[Member]:
     for found in params:
         if id(found.param) in ignored:
             setattr(found.param, IGNORED, True)
-    return divided(found for found in params if id(found.param) not in ignored)
+    return [extended(divided(found, request.spmd)) for found in params if id(found.param) not in ignored]
 
 
 def _shard(
@@ -185,6 +187,7 @@ def _shard(
     everyone = shard_groups_for(default, strategy, options, device)
     owned = assign(tree, [one for bucket in buckets for _, one in bucket], params)
     made, fingerprints = list[Unit](), Fingerprints()
+    policy = MixedPrecisionPolicy(request.precision.compute, request.precision.wire)
     for bucket in [None, *buckets]:
         members = [found for one in ([tree] if bucket is None else [one for _, one in bucket]) for found in owned[one]]
         mine = materialize(members, device, options)
@@ -192,11 +195,14 @@ def _shard(
         groups = []
         for (place, *_), alike in _alike(mine, placements, default, request.precision).items():
             where = shard_groups_for(place, strategy, options, device)
+            make = ParamGroup
+            if alike[0].extension is not None:
+                make, where = partial(ExtendedGroup, policy=policy), on_mesh(where, place, device)
             here = [member for member in alike if member.param not in valueless]
             if request.first_rank:
                 take_first_rank([member.param for member in here], where, device)
             fingerprints.add(here, where, device)
-            group = ParamGroup(alike, where, request.precision, device, options.offload)
+            group = make(alike, where, request.precision, device, options.offload)
             group.shards = [make_parameter(group, i, spec_of(group, i, tensors)) for i in range(len(alike))]
             groups.append(group)
             groups[-1].late = groups[-1].valueless = len(here) < len(alike)
@@ -261,11 +267,11 @@ def _alike(
     placements: Mapping[str, Placement | None],
     default: Placement,
     precision: Precision,
-) -> dict[tuple[Placement, Formats, bool], list[Member]]:
-    groups: dict[tuple[Placement, Formats, bool], list[Member]] = {}
+) -> dict[tuple[Placement, Formats, bool, bool], list[Member]]:
+    groups: dict[tuple[Placement, Formats, bool, bool], list[Member]] = {}
     for found in params:
         where = placements[found.name] or default
-        key = where, precision.of(found.param.dtype), found.param.requires_grad
+        key = where, precision.of(found.param.dtype), found.param.requires_grad, found.extension is not None
         groups.setdefault(key, []).append(found)
     return groups
 

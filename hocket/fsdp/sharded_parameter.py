@@ -182,7 +182,7 @@ class Watched(Summed):
     def _draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """See Note: [Random numbers are drawn whole]."""
         assert self._cut is not None
-        local = self._local_tensor
+        local = self._plain._local_tensor
         whole = torch.empty(self.shape, dtype=local.dtype, device=local.device)
         func(whole, *args, **kwargs)
         local.copy_(self._cut(whole).view(local.shape))
@@ -215,7 +215,7 @@ def _rows_of(args: Sequence[Any]) -> list[Any] | None:
         for a, b in zip(specs, like, strict=True):
             if a is not b and (a.placements != b.placements or a.shape != b.shape):
                 return None
-        local = [x._local_tensor for x in several]
+        local = [vars(x).get("_plain", x)._local_tensor for x in several]
         found.append(local if several is one else local[0])
     return found if like else None
 
@@ -351,6 +351,9 @@ def make_parameter(group: Any, position: int, spec: DTensorSpec | None) -> Any:
         rows = _in_rows(group, position, local)
         shard = _Divided.over(rows, spec, *_notes(group, position), trains)
         shard._is_param = True
+        extension = group.members[position].extension
+        if extension is not None:  # ops compute with `_plain`
+            shard._plain, shard._local_tensor = around(rows, spec), extension.wrap(rows)
     shard._group, shard.position, shard.read_on_demand = weakref.ref(group), position, None
     hook_gradients(shard, _refuse_gradient)
     return shard
