@@ -182,7 +182,7 @@ def forgotten(rank: int) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     ctx = hocket.fully_shard(model, units=torch.nn.Linear)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for _ in range(3):
         model(torch.randn(4, 64)).sum().backward()
         hocket.clip_grad_norm_(model, 1.0)

@@ -61,7 +61,7 @@ def compare(calls: tuple, rank: int, prefetch: int, reentrant: bool = True) -> N
     model, plain = (Calls(calls, reentrant).double() for _ in range(2))  # orders of sums don't show
     plain.load_state_dict(model.state_dict())
     ctx = hocket.fully_shard(model, units=nn.Sequential, options=hocket.ShardOptions(prefetch=prefetch))
-    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, plain))
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.01, foreach=True) for one in (model, plain))
     for step in range(STEPS):
         for other in range(2):
             (plain(data(step, other).requires_grad_()).square().mean() / 2).backward()

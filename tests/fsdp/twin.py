@@ -24,11 +24,14 @@ from tests.fsdp.elements import here, local
 from tests.fsdp.kinds import ZOO, Kind, batch, loss_of
 from tests.helpers.parity import LINEAR
 
+# On CPUs torch's default is one by one, on GPUs all at once. Where one by one is not the point, it takes long:
+# DTensor looks at each op of each shape in every new process.
 OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.2),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.2, foreach=True),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
     "nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, eps=LINEAR),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, eps=LINEAR, foreach=True),
+    "adamw_one_by_one": lambda params: torch.optim.AdamW(params, lr=0.1, eps=LINEAR),
     "adamw_foreach": lambda params: torch.optim.AdamW(params, lr=0.1, eps=LINEAR, foreach=True, amsgrad=True),
     "adamw_fused": lambda params: torch.optim.AdamW(params, lr=0.1, eps=LINEAR, fused=True),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.1, eps=LINEAR),
