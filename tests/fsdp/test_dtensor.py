@@ -241,7 +241,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
     "AdamW, fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "AdamW, one by one": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, nesterov=True),

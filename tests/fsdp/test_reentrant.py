@@ -93,6 +93,6 @@ def test_a_unit_is_called_outside_of_a_checkpoint_and_inside(prefetch: int) -> N
     run_ranks(outside_and_inside, 2, prefetch)
 
 
-@pytest.mark.parametrize("batch", range(2))
+@pytest.mark.parametrize("batch", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_random_calls(batch: int) -> None:
     run_ranks(compare_all, 2, range(12 * batch, 12 * (batch + 1)))
