@@ -16,7 +16,7 @@ BUT_ENDS = ("but_first:1", "but_last:1")
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "a merged pipeline with deferred weight gradients": (
-        dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01),
+        dict(layers=5, dense_layers=(0, 3), shared_ffn=16, aux_loss=0.01, bias_rate=0.01),
         dict(pp=2, dp=2, ep=2),
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2),
         {},

@@ -137,22 +137,21 @@ CASES: dict[str, Config] = {
         of({**MIXED, **DELTA, "layers": 3}, dict(ep=2), dict(merge="on", recompute=("attn",))),
         {"data.packing": "on"},
     ),
-    "biases, four ranks, two heads of keys, experts over all": of(
-        {**MIXED, **BIASES}, dict(tp=4, ep=4), dict(merge="on")
+    "biases, whole norms, four ranks, two heads of keys, experts over all": of(
+        {**MIXED, **BIASES, **WHOLE_NORMS}, dict(tp=4, ep=4), dict(merge="on")
     ),
-    "whole norms, four ranks, two heads of keys": of({**MIXED, **WHOLE_NORMS}, dict(tp=4, ep=4), dict(merge="on")),
     "windows, sinks, biases of experts and a limit": of(
         {**MIXED, **BIASES, **GPT_OSS}, dict(dp=2, ep=4), dict(merge="on", recompute=("attn", "experts"))
     ),
     "sinks, four ranks, two heads of keys, documents": changed(
         of({**MIXED, **GPT_OSS, "bias_rate": 0.01}, dict(tp=4, ep=2), {}), {"data.packing": "on"}
     ),
-    "experts over a tensor-parallel group": of({**MIXED, "bias_rate": 0.01}, dict(ep=2), dict(merge="on")),
     "pipeline, experts over a tensor-parallel group": of(
         dict(layers=4, dense_layers=(1,), bias_rate=0.01), dict(pp=2, ep=2), dict(chunks=2, merge="on")
     ),
 }
 MORE: dict[str, Config] = {
+    "experts over a tensor-parallel group": of({**MIXED, "bias_rate": 0.01}, dict(ep=2), dict(merge="on")),
     "embedding and head alone in their stages": of(dict(layers=2, dense_layers=(0,)), dict(pp=2), dict(chunks=2)),
     "replicas of shards": of({**MIXED, "aux_loss": 0.1}, dict(dp=4, ep=2, shard=2), {}),
     "replicas of shards, experts over all ranks of one": of(
@@ -239,7 +238,9 @@ BALANCED: dict[str, Config] = {
 }
 
 
-@pytest.mark.parametrize("case", BALANCED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.full] * (case == "four ranks")) for case in BALANCED]
+)
 def test_the_balance_loss_is_that_of_all_tokens(case: str) -> None:
     """A mean over each rank's tokens would be another loss: gradients were off by percents."""
     assert_close(BALANCED[case], 3e-7, steps=1)
