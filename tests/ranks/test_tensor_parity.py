@@ -16,7 +16,7 @@ from hocket.engine import Engine
 from hocket.predict import tensor_costs
 from hocket.runtime.weights import DTYPES
 from tests.helpers.pairwise import pairwise, quick
-from tests.helpers.parity import LINEAR, STEPS, adamw, batches_of, config, learn
+from tests.helpers.parity import LINEAR, STEPS, adamw, batches_of, config, learn, one_checks
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_parity import DELTA, LATENT, PROJECTIONS
 from tests.reference import Batch, Reference, microbatch, random_batches
@@ -28,6 +28,7 @@ Piece = tuple[str, tuple[int, ...], int, int, Any, Tensor]
 def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str, Any]:
     """One rank of a planned run. New memory holds nan, so reads of memory that was not written show up."""
     torch.use_deterministic_algorithms(True)
+    one_checks(rank)
     Engine.lane_seed = config.train.microbatches  # in this process alone
     if config.mesh.tp == config.model.kv_heads == 4:
         tensor_costs.splits_for = lambda c, cell, method: 2  # pieces of two ranks each
@@ -221,9 +222,13 @@ def test_every_pair_of_features(pairwise_case: dict[str, Any]) -> None:
     assert_close(changed(c, {"data.packing": case["documents"]}), 2e-5, steps=1)
 
 
+TWICE = ("pieces", "pipeline, heads normed, attention once more", "delta nets and gates, documents")
+"""What the first step leaves for the second is that of every case."""
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_the_plain_one(case: str) -> None:
-    ranks = assert_close(CASES[case], 1e-5)
+    ranks = assert_close(CASES[case], 1e-5, STEPS if case in TWICE else 1)
     assert all(r["calls"] for r in ranks)
 
 
