@@ -408,7 +408,7 @@ def test_versions_are_told(tmp_path):
 
 
 def test_a_closed_terminal_saves_and_ends(tmp_path):
-    words = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text_in(tmp_path), "--train.steps", "100000"]
+    words = [*SMALL, *ALONE, "--data.paths", text_in(tmp_path), "--train.steps", "100000"]
     process, terminal = in_a_terminal(tmp_path, "train", *words)
     metrics = tmp_path / "runs/tiny/metrics.jsonl"
     try:

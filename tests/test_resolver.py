@@ -185,7 +185,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     return {"model.layers": 6, **tree}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(trees(), st.booleans())
 def test_resolving_is_pure_repeatable_and_never_silent(tree: dict[str, Any], gives_up: bool) -> None:
     config, origins = changed(Config(), tree), flags(tree)

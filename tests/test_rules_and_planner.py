@@ -61,7 +61,7 @@ def configs(draw: st.DrawFn) -> Config:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(configs())
 def test_what_the_rules_let_pass_has_a_valid_program(config):
     try:

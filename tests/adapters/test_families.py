@@ -70,7 +70,7 @@ PIPELINE = {"mesh.pp": 2, "mesh.dp": 2, "plan.chunks": 2, "overlap.defer_wgrad":
 GROUPS = [list(FAMILIES)[i::7] for i in range(7)]
 
 
-OTHERS = ("llama", "qwen2")
+OTHERS = ("llama", "qwen2", "qwen3")
 """Groups that begin so have what the others have too."""
 
 

@@ -128,7 +128,7 @@ def adamw(made: nn.Module, step: PlannedStep) -> torch.optim.AdamW:
         }
         for large, decay in ((True, t.weight_decay), (False, 0.0))
     ]
-    return torch.optim.AdamW(groups, lr=LR, betas=t.betas, eps=t.eps)
+    return torch.optim.AdamW(groups, lr=LR, betas=t.betas, eps=t.eps, foreach=True)
 
 
 def test_the_plain_model_goes_on(tmp_path: Path) -> None:
@@ -194,7 +194,9 @@ def test_a_parameter_that_no_gradient_reaches_stays(trains: bool) -> None:
         {"params": [p for p in twin.parameters() if (p.dim() > 1) == large], "weight_decay": 0.1 * large}
         for large in (True, False)
     ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=step.settings.train.betas, eps=step.settings.train.eps)
+    optimizer = torch.optim.AdamW(
+        groups, lr=LR, betas=step.settings.train.betas, eps=step.settings.train.eps, foreach=True
+    )
     for _ in range(3):
         step(mine(step), LR)
         plain_step(twin, optimizer)

@@ -183,7 +183,7 @@ WAYS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_four_ranks(way: dict[str, Any]) -> None:
-    batches, families = given(4, way.get("mesh.dp", 1)), ["smollm3", "qwen3_moe"]
+    batches, families = given(4 if "mesh.pp" in way else 2, way.get("mesh.dp", 1)), ["smollm3", "qwen3_moe"]
     ranks = run_ranks(steps, 4, families, chosen(way), batches)
     for i, family in enumerate(families):
         compare(family, way, [rank[i] for rank in ranks], batches)
@@ -203,7 +203,7 @@ def test_four_ranks(way: dict[str, Any]) -> None:
 )
 def test_documents_share_sequences(mesh: dict[str, Any], families: list[str]) -> None:
     """Attention and positions end where documents do, and each target of a step weighs the same."""
-    step = packed(4, mesh.get("mesh.dp", 1))
+    step = packed(4 if "mesh.pp" in mesh else 2, mesh.get("mesh.dp", 1))
     ranks = run_ranks(packed_steps, 4 if "mesh.pp" in mesh else 2, families, chosen(mesh), step)
     for i, family in enumerate(families):
         compare_packed(family, mesh, [rank[i] for rank in ranks], step)

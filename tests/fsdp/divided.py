@@ -107,7 +107,7 @@ def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
 def twin_steps(steps: int, dp: int, microbatches: int) -> tuple[list[float], list[float], Model]:
     """Losses of the last microbatches, norms of gradients, and the plain model that was trained."""
     plain, losses, norms = model(), list[float](), list[float]()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, eps=LINEAR)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, eps=LINEAR, fused=True)
     for step in range(steps):
         optimizer.zero_grad()
         for microbatch in range(microbatches):
@@ -144,7 +144,7 @@ def compare(
     """Train beside a plain twin: losses, norms of gradients, and weights in the end."""
     dp = mesh.size()
     losses, norms, plain = twin_steps(steps, dp, microbatches)
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1, eps=LINEAR)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1, eps=LINEAR, fused=True)
     for step in range(steps):
         optimizer.zero_grad()
         for microbatch in range(microbatches):

@@ -74,7 +74,7 @@ class Run:
         self.defer = False
         self.update: Callable[[], object] = lambda: self.optimizer.step()
         self.ctx = hocket.fully_shard(model, units=Noted, **arguments)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
 
     def step(self) -> History:
         """One step, after one that is not recorded."""

@@ -99,9 +99,10 @@ def shard(way: Way, reads_all: bool = False) -> tuple[Everything, Any]:
 
 
 def adamw(module: nn.Module) -> torch.optim.AdamW:
-    """Two groups, as usual."""
-    params = list(module.parameters())
-    return torch.optim.AdamW([{"params": params[:5], "weight_decay": 0.5}, {"params": params[5:]}], lr=0.25)
+    """Two groups, as usual. Experts, which are DTensors in some ways to shard and not in others, have their own."""
+    experts = [param for name, param in module.named_parameters() if name.startswith("experts.")]
+    rest = [param for name, param in module.named_parameters() if not name.startswith("experts.")]
+    return torch.optim.AdamW([{"params": experts, "weight_decay": 0.5}, {"params": rest}], lr=0.25, foreach=True)
 
 
 def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> float:

@@ -6,6 +6,7 @@ import errno
 import functools
 import gc
 import io
+import itertools
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ import time
 import warnings
 import weakref
 import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +35,32 @@ from hocket.fsdp.saving.checkpoint import load, save
 from hocket.fsdp.saving.storage import CheckpointWriter
 from tests.fsdp.models import WIDTH, Block, Stack
 from tests.fsdp.saved import Way, adamw, check, fill, shard, step
+from tests.fsdp.twin import naming
 from tests.helpers.ranks import RankDied, run_ranks
 
 STATES = 3
 """Tensors of AdamW's state per parameter."""
+
+
+def folder_of(folder: Path, way: Way) -> Path:
+    return folder / str(way).replace(" ", "_")
+
+
+def save_each(rank: int, folder: Path, ways: Sequence[Way]) -> None:
+    for way in ways:
+        with naming(way):
+            save_true(rank, folder_of(folder, way), way)
+
+
+def load_each(rank: int, folders: Sequence[Path], ways: Sequence[Way]) -> None:
+    for saved, way in itertools.product(folders, ways):
+        with naming((saved, way)):
+            load_true(rank, saved, way)
+
+
+def by_world(ways: Sequence[Way]) -> Iterator[tuple[int, list[Way]]]:
+    for world in sorted({way.world for way in ways}):
+        yield world, [way for way in ways if way.world == world]
 
 
 def save_true(rank: int, folder: Path, way: Way, asynchronously: bool = False) -> None:
@@ -90,20 +114,21 @@ SAVED = [
 
 def test_saved_on_two_ranks_and_loaded_in_any_way(tmp_path: Path) -> None:
     run_ranks(save_true, 2, tmp_path / "saved", Way(2))
-    for way in LOADED:
-        run_ranks(load_true, way.world, tmp_path / "saved", way)
+    for world, ways in by_world(LOADED):
+        run_ranks(load_each, world, [tmp_path / "saved"], ways)
 
 
-@pytest.mark.parametrize("way", SAVED, ids=str)
-def test_saved_in_any_way_and_loaded_on_two_ranks(tmp_path: Path, way: Way) -> None:
-    run_ranks(save_true, way.world, tmp_path / "saved", way)
-    run_ranks(load_true, 2, tmp_path / "saved", Way(2, ep=2))
+def test_saved_in_any_way_and_loaded_on_two_ranks(tmp_path: Path) -> None:
+    for world, ways in by_world(SAVED):
+        run_ranks(save_each, world, tmp_path, ways)
+    run_ranks(load_each, 2, [folder_of(tmp_path, way) for way in SAVED], [Way(2, ep=2)])
 
 
-@pytest.mark.parametrize("way", [Way(2), Way(4, "optim", ep=2)], ids=str)
-def test_weights_may_change_as_soon_as_an_asynchronous_save_returns(tmp_path: Path, way: Way) -> None:
-    run_ranks(save_true, way.world, tmp_path / "saved", way, True)
-    run_ranks(load_true, 3, tmp_path / "saved", Way(3))
+def test_weights_may_change_as_soon_as_an_asynchronous_save_returns(tmp_path: Path) -> None:
+    ways = [Way(2), Way(4, "optim", ep=2)]
+    for way in ways:
+        run_ranks(save_true, way.world, folder_of(tmp_path, way), way, True)
+    run_ranks(load_each, 3, [folder_of(tmp_path, way) for way in ways], [Way(3)])
 
 
 def train_on(rank: int, folder: Path) -> list[float]:
@@ -214,8 +239,16 @@ def stopped(rank: int, folder: Path, where: str, asynchronously: bool) -> None:
     save(ctx, optimizer, folder, asynchronously=asynchronously).result(timeout=40)
 
 
-@pytest.mark.parametrize("asynchronously", [False, True], ids=["at once", "in the background"])
-@pytest.mark.parametrize("where", ["killed while writing", "killed before the rename"])
+def save_and_load(rank: int, folder: Path, way: Way) -> None:
+    save_true(rank, folder, way)
+    load_true(rank, folder, way)
+
+
+@pytest.mark.parametrize(
+    ("where", "asynchronously"),
+    [("killed while writing", True), ("killed before the rename", False)],
+    ids=["while writing, in the background", "before the rename, at once"],
+)
 def test_a_save_that_is_killed_leaves_nothing_to_load(tmp_path: Path, where: str, asynchronously: bool) -> None:
     folder = tmp_path / "saved"
     with pytest.raises((RankDied, RuntimeError, OSError, ValueError)):  # of the others: the connection is gone
@@ -223,10 +256,9 @@ def test_a_save_that_is_killed_leaves_nothing_to_load(tmp_path: Path, where: str
     assert not folder.exists()
     assert any((tmp_path / "saved.tmp").iterdir())
     (tmp_path / "saved.tmp" / "__7_0.distcp").write_bytes(b"of a run with more ranks")
-    run_ranks(save_true, 2, folder, Way(2))
+    run_ranks(save_and_load, 2, folder, Way(2))
     assert sorted(os.listdir(tmp_path)) == ["saved"]
     assert sorted(os.listdir(folder)) == [".metadata", "__0_0_0.distcp", "__1_0_0.distcp"]
-    run_ranks(load_true, 2, folder, Way(2))
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def whole(value: Any) -> Any:
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
 
 
 def losses(model: nn.Module, plain: nn.Module, rank: int) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ def test_the_norm_is_that_of_all_ranks(strategy: str) -> None:
 def scaled(rank: int) -> None:
     """One rank's infinity has all skip the step and halve the scale."""
     model, plain = both()
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, foreach=True) for one in (model, plain)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2) for _ in optimizers]
     for step in range(5):
         for optimizer, scaler, loss in zip(optimizers, scalers, losses(model, plain, rank), strict=True):
@@ -241,7 +241,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
     "AdamW, fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "AdamW, one by one": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, nesterov=True),

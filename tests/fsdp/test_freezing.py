@@ -77,7 +77,7 @@ def tell(rank: int, story: Callable[[nn.Module, int], None], frozen: bool, strat
     mesh = init_device_mesh("cpu", (replicas, 2 // replicas))
     precision = hocket.Precision(accumulate=torch.float64)
     ctx = hocket.fully_shard(model, units=Block, mesh=mesh, strategy=strategy, precision=precision)
-    updates = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR) for one in (plain, model)]
+    updates = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR, fused=True) for one in (plain, model)]
     for step in range(4):
         for one in (plain, model):
             story(one, step)

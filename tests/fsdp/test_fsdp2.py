@@ -77,8 +77,8 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, ids[:, 1:].flatten().to(logits.device))
 
 
-def train(model: nn.Module, rank: int, clip: bool = True) -> Iterator[Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=LINEAR)
+def train(model: nn.Module, rank: int, clip: bool = True, foreach: bool = True) -> Iterator[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=LINEAR, foreach=foreach)
     for ids in batches(rank):
         loss = loss_of(model, ids)
         loss.backward()
@@ -128,7 +128,7 @@ def built_in_bf16(door: Any, rank: int) -> Iterator[Any]:
 def accumulated(door: Any, rank: int) -> Iterator[Any]:
     """Gradients of three microbatches, twice, with nothing sent before the last one."""
     model = nested(door, new(), reshard_after_forward=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     for i, ids in enumerate(batches(rank, 6)):
         last = i % 3 == 2
         model.set_requires_gradient_sync(last)
@@ -146,7 +146,7 @@ def accumulated(door: Any, rank: int) -> Iterator[Any]:
 def replicated(door: Any, rank: int) -> Iterator[Any]:
     """Replicas sum their gradients after the second of two microbatches."""
     model = nested(door, new(), mesh=mesh_of((2, 1), ("replicate", "shard")))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     for i, ids in enumerate(batches(rank, 4)):
         model.set_requires_all_reduce(i % 2 == 1)
         loss = loss_of(model, ids)
@@ -192,7 +192,7 @@ def ignoring(door: Any, rank: int) -> Iterator[Any]:
         door.fully_shard(layer, ignored_params={own})
     door.fully_shard(model, ignored_params={own})
     assert model.layers[1].mlp[2].bias is own
-    yield from train(model, rank, clip=False)
+    yield from train(model, rank, clip=False, foreach=False)  # which takes tensors of one kind alone
     yield own.detach()
 
 
@@ -207,7 +207,7 @@ def another_method(door: Any, rank: int) -> Iterator[Any]:
     door.register_fsdp_forward_method(model.norm, "nothing to do")
     door.share_comm_ctx([model, *model.layers])
     torch.distributed.fsdp.register_fsdp_forward_method(model.layers[0], "mlp_only")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     for ids in batches(rank):
         loss = model.layers[0].mlp_only(model.head(model.base(ids))[..., :WIDTH]).square().mean()
         loss.backward()
@@ -325,7 +325,7 @@ def hockets_own(rank: int) -> None:
     context = hocket.sharding.context_of(model)
     assert [unit.name for unit in context.units] == ["", "embed", "layers.0", "layers.1"]
     assert isinstance(nn.Sequential(*model.layers)[0], hocket.sharding.FSDPModule)
-    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1, foreach=True) for one in (model, plain))
     for ids in zip(*(batches(one) for one in range(WORLD)), strict=True):
         loss_of(model, ids[rank]).backward()
         torch.stack([loss_of(plain, one) for one in ids]).mean().backward()
@@ -352,7 +352,7 @@ def by_hand(rank: int) -> None:
     """Modules that are no units, called outside of any forward of the model: refused, unless their unit is gathered."""
     model, plain = new(), new()
     nested(hocket.sharding, model)
-    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1, foreach=True) for one in (model, plain))
     units = [model, model.layers[0], model.layers[2]]
     for call in BY_HAND:
         for ids in zip(*(batches(one, 2) for one in range(WORLD)), strict=True):

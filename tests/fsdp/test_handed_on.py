@@ -208,7 +208,7 @@ def beside(rank: int, name: str, how: dict[str, Any]) -> None:
     world, loss_of = dist.get_world_size(), PROGRAMS[name][1]
     plain, model = build(name), build(name)
     hocket.fully_shard(model, units=UNITS, **how)
-    updates = [torch.optim.AdamW(one.parameters(), lr=0.5, eps=LINEAR) for one in (plain, model)]
+    updates = [torch.optim.AdamW(one.parameters(), lr=0.5, eps=LINEAR, fused=True) for one in (plain, model)]
     for step in range(2):
         inputs = [torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(9 * step + i)) for i in range(world)]
         losses = [loss_of(plain, x.requires_grad_(step == 1)) for x in inputs]

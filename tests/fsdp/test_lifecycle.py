@@ -255,7 +255,7 @@ def offloaded(rank: int) -> None:
         ctx = hocket.fully_shard(model, units=nn.Linear, options=hocket.ShardOptions(offload=offload))
         away = [group.memory.on_host for unit in ctx.units for group in unit.groups]
         assert set(away) == {offload == "pageable"}, "else this compares a way with itself"
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
         x = torch.arange(10.0).view(2, 5) + rank
         for step in range(4):
             model(x).square().mean().backward()

@@ -54,7 +54,7 @@ def by_ndim(model: nn.Module) -> torch.optim.Optimizer:
     others = [p for p in model.parameters() if p.dim() < 2]
     assert len(decayed) == 2
     groups = [{"params": decayed, "weight_decay": 3.0}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.05)
+    return torch.optim.AdamW(groups, lr=0.05, foreach=True)
 
 
 def decays(rank: int) -> None:
@@ -151,7 +151,7 @@ def normed(rank: int, kind: str, units: type[nn.Module] | None) -> None:
 
     model, plain = build(), build()
     hocket.fully_shard(model, units=units)
-    train(model, plain, rank, lambda one: torch.optim.SGD(one.parameters(), lr=0.1))
+    train(model, plain, rank, lambda one: torch.optim.SGD(one.parameters(), lr=0.1, foreach=True))
     model.eval()
     plain.eval()
     with torch.no_grad():

@@ -48,7 +48,7 @@ def optimizers(model: nn.Module, settings: dict[str, Any]) -> list[torch.optim.O
     head, others = named["head.weight"], [p for n, p in named.items() if p.ndim == 2 and n != "head.weight"]
     groups = [{"params": others}, {"params": [head], "lr": 0.005, "weight_decay": 0.0}]
     vectors = [p for p in named.values() if p.ndim < 2]
-    return [torch.optim.Muon(groups, **settings), torch.optim.AdamW(vectors, lr=0.01)]
+    return [torch.optim.Muon(groups, **settings), torch.optim.AdamW(vectors, lr=0.01, foreach=True)]
 
 
 def train(model: nn.Module, made: list[torch.optim.Optimizer]) -> None:

@@ -231,13 +231,13 @@ class Scale(nn.Module):
 def single_numbers(rank: int, folder: Path) -> None:
     module = Scale()
     ctx = hocket.fully_shard(module, strategy="optim_grads_params")
-    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=True)
     for _ in range(3):
         module(torch.ones(())).backward()
         optimizer.step()
         optimizer.zero_grad()
     save(ctx, optimizer, folder)
-    other = torch.optim.AdamW(module.parameters())
+    other = torch.optim.AdamW(module.parameters(), foreach=True)
     load(ctx, other, folder)
     for key, value in optimizer.state[module.scale].items():
         assert other.state[module.scale][key].shape == value.shape
@@ -328,7 +328,7 @@ def save_stage(rank: int, folder: Path) -> None:
     block = Block()
     module = nn.ModuleDict({str(rank): block})
     ctx = hocket.fully_shard(module, units=Block, mesh=mesh)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.5 + rank)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.5 + rank, foreach=True)
     for again in (False, True):
         block(torch.ones(2, 11)).sum().backward()
         optimizer.step()
@@ -339,7 +339,7 @@ def save_stage(rank: int, folder: Path) -> None:
 def load_stages(rank: int, folder: Path) -> None:
     module = nn.ModuleDict({str(i): Block() for i in range(2)})
     ctx = hocket.fully_shard(module, strategy="optim_grads_params")
-    optimizer = torch.optim.AdamW([{"params": module[str(i)].parameters()} for i in range(2)])
+    optimizer = torch.optim.AdamW([{"params": module[str(i)].parameters()} for i in range(2)], foreach=True)
     load(ctx, optimizer, folder)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1.5]
     assert all(state["step"].item() == 1 for state in optimizer.state.values())

@@ -88,7 +88,7 @@ def trains_elsewhere(rank: int, shape: tuple[int, ...]) -> None:
     made, plain = parallel(model(tied=True), mesh["tp"]), model(tied=True)
     tie(made)  # torch has made two of it
     in_one_call(made, dp)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR) for one in (made, plain)]
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR, fused=True) for one in (made, plain)]
     for step in range(2):
         for one, optimizer in zip((made, plain), optimizers, strict=True):
             optimizer.zero_grad()
@@ -148,7 +148,7 @@ def state_of(made: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 def saves(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     made = in_one_call(parallel(model(), mesh["tp"]), mesh["dp"])
-    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2, fused=True)
     for step in range(2):
         optimizer.zero_grad()
         loss_of(made, *batch(mesh["dp"].get_local_rank(), step, 0)).backward()
@@ -162,7 +162,7 @@ def saves(rank: int, folder: Path) -> None:
         in_one_call(model(seed=1), apart["tp"]),
     ]
     for other in others:
-        optimizer = torch.optim.AdamW(other.parameters(), lr=1.0)
+        optimizer = torch.optim.AdamW(other.parameters(), lr=1.0, fused=True)
         hocket.checkpoint.load(other, optimizer, folder)
         torch.testing.assert_close(state_of(other, optimizer), found, rtol=0.0, atol=0.0)
 
@@ -253,7 +253,7 @@ def llama_of_transformers(rank: int, folder: Path) -> None:
         parallelize_module(layer.mlp, mesh["tp"], mlp)
         hocket.fully_shard(layer, mesh=mesh["dp"])
     hocket.fully_shard(made, mesh=mesh["dp"])
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR) for one in (made, plain)]
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR, fused=True) for one in (made, plain)]
     for step in range(2):
         all_ids, here = [batch(dp, step, 0)[0] for dp in range(2)], mesh["dp"].get_local_rank()
         loss = made(all_ids[here], labels=all_ids[here]).loss
@@ -374,7 +374,7 @@ def experts_divided(rank: int, folder: Path) -> None:
     hocket.fully_shard(made.experts, mesh=mesh["replicas"])
     made.experts.set_gradient_divide_factor(4.0)  # pyrefly: ignore[not-callable]
     hocket.fully_shard(made, mesh=everyone)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR) for one in (made, plain)]
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR, fused=True) for one in (made, plain)]
     for step in range(2):
         loss_of(made, *batch(rank, step, 0)).backward()
         torch.stack([loss_of(plain, *batch(one, step, 0)) for one in range(4)]).mean().backward()
@@ -422,7 +422,7 @@ def tensors_and_experts(rank: int, folder: Path) -> None:
     hocket.fully_shard(made.experts, mesh=mesh["replicas"])
     made.experts.set_gradient_divide_factor(2.0)  # pyrefly: ignore[not-callable]
     hocket.fully_shard(made, mesh=mesh["ep"])
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR) for one in (made, plain)]
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR, fused=True) for one in (made, plain)]
     for step in range(2):
         loss_of(made, *batch(mesh["ep"].get_local_rank(), step, 0)).backward()
         torch.stack([loss_of(plain, *batch(one, step, 0)) for one in range(2)]).mean().backward()

@@ -73,7 +73,7 @@ def loss_of(model: nn.Module, chosen: list[int], seed: int) -> Tensor:
 def update(params: list[Any], name: str) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
-    return torch.optim.AdamW(params, lr=0.5, weight_decay=0.1, eps=LINEAR)
+    return torch.optim.AdamW(params, lr=0.5, weight_decay=0.1, eps=LINEAR, fused=True)
 
 
 class Beside:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import hocket
 from hocket.fsdp.options import Precision
@@ -24,11 +25,21 @@ from tests.fsdp.elements import here, local
 from tests.fsdp.kinds import ZOO, Kind, batch, loss_of
 from tests.helpers.parity import LINEAR
 
+
+def at_once(params: Sequence[Tensor]) -> bool:
+    """Whether an optimizer may update all parameters at once, as on GPUs: they are all DTensors, or none is.
+
+    One by one takes long, for DTensor looks at each op of each shape in every new process.
+    """
+    return len({isinstance(param, DTensor) for param in params}) == 1
+
+
 OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.2),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.2, foreach=at_once(params)),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
     "nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, eps=LINEAR),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, eps=LINEAR, foreach=at_once(params)),
+    "adamw_one_by_one": lambda params: torch.optim.AdamW(params, lr=0.1, eps=LINEAR),
     "adamw_foreach": lambda params: torch.optim.AdamW(params, lr=0.1, eps=LINEAR, foreach=True, amsgrad=True),
     "adamw_fused": lambda params: torch.optim.AdamW(params, lr=0.1, eps=LINEAR, fused=True),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.1, eps=LINEAR),

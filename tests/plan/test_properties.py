@@ -141,7 +141,7 @@ PROPERTIES = (
 
 
 @given(cases())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_every_program(case: Case) -> None:
     """Has all properties. In one test, for building a program takes longer than to look at it."""
     program = case.build()

@@ -122,10 +122,12 @@ def test_what_a_rank_holds_is_known_where_the_head_waits(late: int) -> None:
 
 
 def test_the_command_keeps_to_a_cap(capsys: pytest.CaptureFixture[str]) -> None:
-    free = tuner.Search(task("tiny", *SMALL)).trial({}, whole=True)
+    words = [*SMALL, "--train.microbatches", "4"]
+    words += ["--plan.order", "interleaved", "--overlap.ep.merge", "on"]  # which are not searched
+    free = tuner.Search(task("tiny", *words)).trial({}, whole=True)
     assert free is not None
     cap = free.nbytes // 1000 * 900
-    assert run(["tiny", "--search", "--memory", f"{cap // 100 / 10}KB", "--json", *SMALL]) == 0
+    assert run(["tiny", "--search", "--memory", f"{cap // 100 / 10}KB", "--json", *words]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["cap_bytes"] == cap
     assert found["fits"]
@@ -176,7 +178,7 @@ VALUES: dict[str, list[Any]] = {
     "plan.order": ["1f1b", "interleaved", "sequential", "zb_h1", "zb_v", "merged_v"],
     "overlap.ep.merge": ["on", "off"],
     "plan.chunks": [1, 2],
-    "plan.recompute": [some for n in range(4) for some in combinations(("attn", "experts", "mlp"), n)],
+    "plan.recompute": [some for n in (0, 1, 3) for some in combinations(("attn", "experts", "mlp"), n)],
     "overlap.dp.strategy": [*get_args(Strategy)],
     "overlap.dp.prefetch": [0, 2],
 }

@@ -55,16 +55,17 @@ def imported(folder: Path, case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "mesh"),
     [
-        ("glm4_moe_partial", "pipeline and experts"),
+        pytest.param("glm4_moe_partial", "pipeline and experts", marks=pytest.mark.full),
         pytest.param("deepseek_v3", "one rank", marks=pytest.mark.full),
         ("deepseek_v3", "tensors"),
         ("olmoe", "tensors"),
         ("llama_tied", "pipeline"),
         pytest.param("gpt_oss", "pipeline and experts", marks=pytest.mark.full),
-        ("gpt_oss", "tensors"),
+        pytest.param("gpt_oss", "tensors", marks=pytest.mark.full),
     ],
 )
 def test_weights_pass_through_any_mesh(case: str, mesh: str, tmp_path: Path) -> None:
+    """`test_live.py` has gpt_oss and glm4_moe_partial on these meshes."""
     imported(tmp_path, case)
     still = ["--train.steps", "1", "--train.lr", "1e-30", "--train.min_lr", "0", "--train.eval_batches", "0"]
     still += ["--model.bias_rate", "1e-30"] if case in BALANCED else []
@@ -80,11 +81,12 @@ def test_weights_pass_through_any_mesh(case: str, mesh: str, tmp_path: Path) -> 
     assert after == {**before, "torch_dtype": "float32", **further}
     assert (tmp_path / "back" / "tokenizer_config.json").exists()
     assert "note:" not in done.out
-    (tmp_path / "model").rename(tmp_path / "moved")
-    done = hocket(tmp_path, "export", "runs/run", "again")
-    assert done.code == 0, done.err
-    assert "note: model.weights = " in done.out
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == before["model_type"]
+    if case == "llama_tied":
+        (tmp_path / "model").rename(tmp_path / "moved")
+        done = hocket(tmp_path, "export", "runs/run", "again")
+        assert done.code == 0, done.err
+        assert "note: model.weights = " in done.out
+        assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == before["model_type"]
 
 
 def test_transformers_finds_the_same_loss(tmp_path: Path) -> None:

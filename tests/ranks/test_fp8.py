@@ -11,12 +11,12 @@ from hocket.config.schema import changed
 from tests.helpers.parity import assert_parity, batches_of, config, train
 from tests.helpers.ranks import run_ranks
 
-MIXED = dict(layers=4, dense_layers=(0, 2), shared_ffn=16, qk_norm=True)
+MIXED = dict(layers=3, dense_layers=(0, 2), shared_ffn=16, qk_norm=True)
 BUT_ENDS = ("but_first:1", "but_last:1")
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "a merged pipeline with deferred weight gradients": (
-        dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01),
+        dict(layers=5, dense_layers=(0, 3), shared_ffn=16, aux_loss=0.01, bias_rate=0.01),
         dict(pp=2, dp=2, ep=2),
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2),
         {},
@@ -30,7 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any], dict[str,
         MIXED, dict(dp=2, ep=2), dict(merge="on", defer_wgrad="on", recompute=("attn", "mlp")), {"gather": "fp8"},
     ),
     "gathered in fp8, but for the ends, with experts": (
-        dict(MIXED, layers=5), dict(dp=4, ep=2), dict(merge="on"), {"gather": "fp8", "fp8": BUT_ENDS},
+        dict(MIXED, layers=4), dict(dp=4, ep=2), dict(merge="on"), {"gather": "fp8", "fp8": BUT_ENDS},
     ),
     "gathered in fp8 once a step by three": (
         dict(MIXED, experts=3, hidden=48, heads=3, kv_heads=1, head_dim=16), dict(dp=3),

@@ -56,36 +56,44 @@ def steps(rank: int, c: Config, recorded: bool, profiled: int = -1) -> tuple[lis
             numbers.append(float(engine.evaluate(microbatches)))
         engine.forget_graph()  # the next one is recorded anew, for this recording makes its calls once only
     engine.assert_clean()
-    return numbers, [*loads, *(unit.group.main.clone() for unit in engine.sharded.units.values())], count
+    made = numbers, [*loads, *(unit.group.main.clone() for unit in engine.sharded.units.values())], count
+    engine.close()
+    return made
 
 
-def assert_same(c: Config, count: int, profiled: int = -1) -> None:
-    issued, replayed = (run_ranks(steps, 2, c, recorded, profiled) for recorded in (False, True))
-    for (numbers, tensors, none), (found_numbers, found, recordings) in zip(issued, replayed, strict=True):
-        assert found_numbers == numbers
-        assert all(map(torch.equal, found, tensors))
-        assert (none, recordings) == (0, count)
+def issued_and_recorded(rank: int, c: Config, profiled: int) -> list[tuple[list[float], list[Tensor], int]]:
+    """Of issued steps; of recorded ones; and of recorded ones of which one is profiled, unless its number is below 0.
+
+    An engine after the other.
+    """
+    ways = [(False, -1), (True, -1), *([(True, profiled)] if profiled >= 0 else [])]
+    return [steps(rank, c, *way) for way in ways]
 
 
-def test_recorded_steps_give_the_same_bits() -> None:
-    assert_same(CONFIG, STEPS - graphed.WARM_UP)
+def assert_same(c: Config, profiled: int = -1) -> None:
+    for (numbers, tensors, none), *found in run_ranks(issued_and_recorded, 2, c, profiled):
+        assert none == 0
+        for i, (found_numbers, found_tensors, recordings) in enumerate(found):
+            assert found_numbers == numbers
+            assert all(map(torch.equal, found_tensors, tensors))
+            assert recordings == STEPS - graphed.WARM_UP - i
 
 
-def test_a_profiled_step_runs_op_by_op() -> None:
-    assert_same(CONFIG, STEPS - graphed.WARM_UP - 1, profiled=5)
+def test_recorded_steps_give_the_same_bits_and_a_profiled_one_runs_op_by_op() -> None:
+    assert_same(CONFIG, profiled=5)
 
 
 def test_a_recorded_step_without_room_is_made_again() -> None:
-    assert_same(planned(CONFIG, splits="device", room=1.0), STEPS - graphed.WARM_UP)
+    assert_same(planned(CONFIG, splits="device", room=1.0))
 
 
 def test_whole_gradients_are_summed_anew() -> None:
-    assert_same(planned(CONFIG, strategy="no_shard"), STEPS - graphed.WARM_UP)
+    assert_same(planned(CONFIG, strategy="no_shard"))
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
 def test_updates_are_recorded_with_the_next_step(strategy: Any) -> None:
-    assert_same(planned(CONFIG, update="next_step", strategy=strategy), STEPS - graphed.WARM_UP)
+    assert_same(planned(CONFIG, update="next_step", strategy=strategy))
 
 
 def replayed(rank: int, c: Config, recorded: bool) -> tuple[list[float], list[Tensor], list[str]]:
@@ -132,7 +140,13 @@ def replayed(rank: int, c: Config, recorded: bool) -> tuple[list[float], list[Te
         if i == 7:  # as a checkpoint does
             found += [float(state.piece.main.sum()) for state in engine.optimizer.state.values()]
     engine.catch_up()
-    return found, [unit.group.main.clone() for unit in model.units.values()], ways
+    made = found, [unit.group.main.clone() for unit in model.units.values()], ways
+    engine.close()
+    return made
+
+
+def issued_and_replayed(rank: int, c: Config) -> list[tuple[list[float], list[Tensor], list[str]]]:
+    return [replayed(rank, c, recorded) for recorded in (False, True)]
 
 
 @pytest.mark.parametrize(
@@ -144,8 +158,7 @@ def test_a_replay_makes_each_update_once(changes: Any) -> None:
     """Behind validations, checkpoints, a profiled step, and one that is made again because rows found no room."""
     c = planned(CONFIG, update="next_step", **changes)
     c = changed(c, {"train.microbatches": 3})  # rows of two always find room from the first step on
-    issued, found = (run_ranks(replayed, 2, c, recorded) for recorded in (False, True))
-    for (numbers, tensors, _), (found_numbers, found_tensors, ways) in zip(issued, found, strict=True):
+    for (numbers, tensors, _), (found_numbers, found_tensors, ways) in run_ranks(issued_and_replayed, 2, c):
         assert found_numbers == numbers
         assert all(map(torch.equal, found_tensors, tensors))
         assert ways[:4] == ["issued"] * 3 + ["recorded"]
@@ -182,7 +195,7 @@ def test_a_recording_that_fails_loses_no_update() -> None:
 
 
 def test_documents_have_room_and_weigh_as_ever() -> None:
-    assert_same(changed(CONFIG, {"data.packing": "on"}), STEPS - graphed.WARM_UP)
+    assert_same(changed(CONFIG, {"data.packing": "on"}))
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -207,7 +220,7 @@ def test_pipelines_are_recorded_rank_by_rank(order: Any) -> None:
     c = changed(CONFIG, {"model.layers": 4, "mesh.pp": 2, "mesh.dp": 1, "mesh.ep": 1, "train.microbatches": 4})
     c = changed(c, {"model.tied": order == "interleaved"})  # then ranks exchange gradients in the recording
     plan = dict(order=order, chunks=chunks, merge="off", defer_wgrad="on", defer_layers=1)
-    assert_same(planned(c, **plan), STEPS - graphed.WARM_UP)
+    assert_same(planned(c, **plan))
 
 
 def muted(rank: int) -> list[int]:
@@ -239,6 +252,10 @@ def test_a_recording_is_void_where_bytes_move_in_another_way() -> None:
     assert run_ranks(muted, 2) == [[1, 2, 3]] * 2
 
 
+def both(rank: int) -> list[list[float]]:
+    return [interrupted(rank, fails) for fails in (False, True)]
+
+
 def interrupted(rank: int, fails: bool) -> list[float]:
     """Losses of all steps; if one `fails`, steps are recorded, and a replayed one is made again after an exception."""
     engine, losses = Engine(CONFIG, rank, torch.device("cpu")), []
@@ -258,11 +275,13 @@ def interrupted(rank: int, fails: bool) -> list[float]:
             assert engine.current_recorder is None, "nothing waits for the abandoned step"
         losses.append(float(engine.train_step(microbatches, 1e-2).loss))
         engine.forget_graph()
+    engine.close()
     return losses
 
 
 def test_a_replayed_step_that_fails_is_abandoned_like_others() -> None:
-    assert run_ranks(interrupted, 2, True) == run_ranks(interrupted, 2, False)
+    for undisturbed, failed in run_ranks(both, 2):
+        assert failed == undisturbed
 
 
 def begun_anew(rank: int) -> list[bool]:

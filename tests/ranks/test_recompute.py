@@ -60,7 +60,9 @@ def test_memory_falls_as_predicted(kind: str, parts: tuple[str, ...]) -> None:
     assert everything[0] < half[0] < 0.8 * kept[0]
 
 
-@pytest.mark.parametrize(("kind", "part"), [("dense", "mlp"), ("moe", "experts"), ("moe", "attn")])
+@pytest.mark.parametrize(
+    ("kind", "part"), [("dense", "mlp"), ("moe", "experts"), pytest.param("moe", "attn", marks=pytest.mark.full)]
+)
 def test_what_is_on_the_host_is_not_here(kind: str, part: str) -> None:
     torch.set_num_threads(1)
     kept, away = (peaks(kind, (), parts, layers=10) for parts in ((), (f"{part}:9",)))

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.full] * (case == "dense")) for case in CASES])
 def test_a_step_is_the_plain_one_that_sums_copies_last(case: str) -> None:
     """Losses, gradients, norms and weights, bit for bit; in bf16, where every rounding shows."""
     assert_parity(config(*CASES[case], 3, "bf16"))

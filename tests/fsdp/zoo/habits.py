@@ -31,7 +31,7 @@ def train(
     none: bool = True,
 ) -> None:
     model = run.shard(model, units)
-    updates = torch.optim.AdamW(model.parameters(), lr=0.03, weight_decay=0.3)
+    updates = torch.optim.AdamW(model.parameters(), lr=0.03, weight_decay=0.3, foreach=True)
     for step in range(4):
         for microbatch in range(microbatches):
             for seed in run.seeds(10 * step + microbatch):

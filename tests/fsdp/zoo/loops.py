@@ -35,11 +35,11 @@ def plain(model: Any, seed: int) -> Tensor:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, foreach=True)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
 
 def train(

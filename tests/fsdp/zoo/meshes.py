@@ -29,7 +29,7 @@ def steps(
     decay: float = 0.01,
 ) -> None:
     """The loop of all programs here. `choose` gets the seed of each microbatch."""
-    updates = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=decay)
+    updates = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=decay, foreach=True)
     for step in range(STEPS):
         for microbatch in range(microbatches):
             last = microbatch == microbatches - 1

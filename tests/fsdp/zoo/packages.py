@@ -30,7 +30,7 @@ def _adapted(run: Run, dtype: torch.dtype = torch.float32) -> tuple[Any, Callabl
     model: Any = peft.get_peft_model(base, config)
     assert {p.dtype for p in model.parameters()} == {dtype, torch.float32}
     run.shard(model, list(base.model.layers))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=True)
 
     def train(steps: range) -> None:
         for step in steps:

@@ -202,7 +202,7 @@ def loop(
         model = build()
         chosen = units(model) if callable(units) and not isinstance(units, type) else units
         model = run.shard(model, chosen)
-        updates = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        updates = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, foreach=True)
         for step in range(STEPS):
             for seed in run.seeds(step):
                 run.backward(loss(model, torch.Generator().manual_seed(seed)))
