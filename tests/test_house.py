@@ -37,10 +37,10 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (50_636, 300),
-    "files of hocket/": (215, 3),
-    "lines of hocket_trace/": (3_712, 150),
-    "words of docs": (34_999, 1_500),
+    "lines of hocket/": (51_012, 300),  # 50,690 before tensor subclasses with FSDP2's protocol, and `dp_mesh_dims`
+    "files of hocket/": (216, 3),  # fsdp/extensions.py: the same
+    "lines of hocket_trace/": (3_704, 150),
+    "words of docs": (34_816, 1_500),
     "settings": (146, 0),
     "settings outside of model.*": (78, 0),
     "rules": (120, 3),
