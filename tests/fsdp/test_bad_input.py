@@ -20,7 +20,6 @@ OPTIONS = {
         ("128M params", "bucket='128M params' must be a number"),
         (True, "bucket=True"),
     ],
-    "outer": [("shard", "outer='shard': the first axis of a mesh of two holds replicas")],
     "transport": [("mpi", "transport='mpi' is not one of")],
     "driver": [("magic", "driver='magic' is not one of hooks, manual")],
     "device": [("gpu", "device='gpu' is no place for shards"), ("meta", "'meta'"), (3, "device=3"), ([], "device=[]")],
