@@ -192,6 +192,7 @@ def test_a_benchmark_from_start_to_result(tmp_path: Path):
     assert json.loads((tmp_path / "result.json").read_text()) == result
 
 
+@pytest.mark.full
 def test_contenders_can_be_measured_with_nothing_beside_them(tmp_path: Path):
     against = ["--against", "bound,hocket", "--alone", "--out", "result.json"]
     done = hocket(tmp_path, "bench", *SMALL, *ALONE, *LITTLE, *QUICK, *against)

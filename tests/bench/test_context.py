@@ -57,7 +57,8 @@ def lent(rank: int, names: list[str], work: Workload, steps: int) -> dict[str, l
         return curves(rank, names, work, steps)
 
 
-@pytest.mark.parametrize("moe", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("moe", [False, True])
 def test_all_learn_what_hocket_does(moe: bool) -> None:
     work = workload(1, 2 if moe else 1, cp=2, moe=moe, kv_heads=2)
     work = work.having(lambda config: changed(config, {"model.aux_loss": 0.0}))

@@ -73,6 +73,7 @@ def test_outcomes_stay_when_a_run_ends_early_and_the_next_one_continues(tmp_path
     assert "| `test_some.py` at `two` | 0 | 1 | 0 |" in shown
 
 
+@pytest.mark.full
 def test_outcomes_outside_of_the_tree_leave_pytest_its_root(tmp_path: Path) -> None:
     """Tests keep their names, and find what the settings of pytest let them import."""
     (tmp_path / "pytest.ini").touch()  # where outcomes go may be another project

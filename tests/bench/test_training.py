@@ -45,10 +45,11 @@ def peer(rank: int, words: list[str], place: Path) -> None:
     training_peer.train(words)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "run"),
     [
-        pytest.param(shrunk("llama3_8b"), train, marks=pytest.mark.full),
+        (shrunk("llama3_8b"), train),
         (shrunk("qwen3_30b_a3b", model__aux_loss="0", model__top_k="2", mesh__ep="2"), forked),
     ],
     ids=["dense", "experts"],
