@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hocket.engine.hang_report import HangReport
+from hocket.program.mesh import P2P, PURPOSES
 from hocket.program.ops import Op
 from hocket.runtime import p2p_copies
 from hocket.runtime.comm import Group, Groups
@@ -53,20 +54,7 @@ class Streaming(Memcpy):
 
 def groups_of(rank: int, name: str, ranks: tuple[int, int], copies: HopCopies) -> Groups:
     """Those of one of two pipeline ranks, with one edge."""
-    alone: Any = {
-        name: Group(name, (rank,), 0, Local())
-        for name in (
-            "gather_dense",
-            "reduce_dense",
-            "gather_experts",
-            "reduce_experts",
-            "replicas",
-            "a2a",
-            "cp",
-            "tp",
-            "control",
-        )
-    }
+    alone: Any = {name: Group(name, (rank,), 0, Local()) for name in PURPOSES if name not in P2P}
     p2p: Any = CopiedHops(None, ranks, CPU, copies)  # type: ignore[arg-type]
     edge: Any = {name: Group(name, ranks, ranks.index(rank), p2p)}
     return Groups(**alone, **edge, made=(name,))
